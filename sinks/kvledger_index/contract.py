@@ -1,0 +1,48 @@
+"""The two ends of the index as protocols; ``tests/contracts`` runs one suite over every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from kvledger_index.units import Outcome, Step, Stored
+from kvledger_index.views import Catalogue, Claimed, Reading
+
+
+class IndexWriter(Protocol):
+    """What the fold needs. Every call is one atomic function in Redis; all raise Unavailable if Redis does not answer."""
+
+    async def check(self) -> None:
+        """Raise Refused if the server would lose the index (eviction policy, version), load the function library."""
+
+    async def load(self, partition: int) -> Stored:
+        """Progress and every rank of a partition, as one consistent picture."""
+
+    async def seek(self, partition: int, topic_id: str, restart: int, target: int, *, drop: bool) -> None:
+        """Record a (re)seek: progress starts at ``restart``, ranks are stale until ``target`` is read.
+
+        ``drop`` forgets the partition's ranks first (rebuild): their slots die and their catalogue entries go.
+        """
+
+    async def apply(self, step: Step) -> Outcome:
+        """Apply a step, all or nothing. A step whose units are all duplicates still moves the progress."""
+
+    async def aclose(self) -> None: ...
+
+
+class IndexReader(Protocol):
+    """What the router needs. Reads only; one round trip per call except as said."""
+
+    async def catalogue(self, model: str) -> Catalogue:
+        """All ranks of a model (an unknown model has none)."""
+
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
+        """Holders of a prompt's keys. One round trip, a second one where the prompt leaves a row's path.
+
+        The result's ``version`` differs from the catalogue's where that changed meanwhile: take both again.
+        """
+
+    def dump(self, model: str | None = None, rank: str | None = None) -> AsyncIterator[Claimed]:
+        """Every block claimed by a live slot. Walks the keyspace: for operators and tests, never for routing."""
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,211 @@
+"""The one accept function: which records of a rank count, and what they do (DESIGN §4, §5).
+
+Bridge, fold and audit all read a rank's log through :func:`accept`, so they cannot disagree about it.
+Pure: one rank's state and one record in, effects out; the state object is changed in place.
+
+    record                        what counts
+    ------                        -----------
+    of a lower owner              nothing: the owner was fenced
+    Fence of the owner or above   drops an unfinished unit; a higher owner suspends the rank
+    Opened of a higher life       a new, empty, loaded life
+    n = next                      joins the unit; a record with ``end`` applies the unit as a whole
+    n at or below                 nothing: a duplicate
+    n above, or unknown life      a hole: the rank is unloaded until the next Opened
+    unreadable, above ``at``      the same: its key names the rank
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvledger_index.model import GroupSpec, ModelEntry
+from kvledger_wire.records import (
+    Change,
+    Closed,
+    EventRecord,
+    Events,
+    Fence,
+    Gap,
+    Heartbeat,
+    Life,
+    Lived,
+    Opened,
+    Resumed,
+    Suspended,
+)
+
+NO_LIFE: Life = (-1, 0)
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """Effect: a new, empty life."""
+
+    record: Opened
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """Effect: changes of one group took place."""
+
+    group: int | str | None
+    changes: tuple[Change, ...]
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """Effect: what was known of the rank is no longer claimed."""
+
+    why: str
+
+
+Effect = Opening | Applied | Dropped
+
+
+class RankState(msgspec.Struct):
+    """Everything a reader knows of one rank; serialisable, so that a reader can go on where another stopped.
+
+    ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from`` the
+    offset of the first of them. ``unplaced`` maps (group, medium code) to a count.
+    """
+
+    owner: int = -1
+    life: Life = NO_LIFE
+    n: int = -1
+    loaded: bool = False
+    seq: int = -1
+    digest: bytes = b""
+    partial: bool = False
+    closed: bool = False
+    suspended: bool = False
+    uncertain: tuple[str, ...] = ()
+    entry: ModelEntry | None = None
+    stride: int = 0
+    engine_version: str | None = None
+    process: str | None = None
+    groups: tuple[GroupSpec, ...] = ()
+    heard: tuple[int | None, ...] = ()
+    unplaced: tuple[tuple[int | None, int, int], ...] = ()
+    at: int = -1
+    tail: tuple[tuple[int | str | None, Lived], ...] = ()
+    tail_from: int = -1
+
+
+def accept(state: RankState, group: int | str | None, record: EventRecord | None, offset: int) -> list[Effect]:
+    """Take one record (None: unreadable) of this rank at ``offset``; ``group`` is the one its key names.
+
+    Offsets of one rank must come in order; a re-read from earlier is safe. O(changes of the unit).
+    """
+    if record is None:
+        return _hole(state, offset, "unreadable record") if offset > state.at else []
+    if record.owner < state.owner:
+        return []
+    if record.owner > state.owner or isinstance(record, Fence):
+        _no_tail(state)
+        if record.owner > state.owner:
+            state.suspended = True  # also when the Fence itself could not be read
+        state.owner = record.owner
+    if isinstance(record, Fence):
+        state.at = max(state.at, offset)
+        return []
+    if isinstance(record, Opened):
+        return _open(state, record, offset) if record.life > state.life else []
+    return _lived(state, group, record, offset)
+
+
+def _lived(state: RankState, group: int | str | None, record: Lived, offset: int) -> list[Effect]:
+    due = state.n + len(state.tail) + 1
+    if record.life < state.life:
+        # an older life of an accepted owner, read for the first time: what was between is not known
+        return _hole(state, offset, "record of an older life") if offset > state.at else []
+    if record.life > state.life:
+        return _hole(state, offset, "record of a life that was not opened")
+    if record.n < due:
+        return []
+    if record.n > due:
+        return _hole(state, offset, f"record {record.n} where {due} was due")
+    if not state.loaded:
+        return []
+    if not state.tail:
+        state.tail_from = offset
+    state.tail += ((group, record),)
+    state.at = max(state.at, offset)
+    if isinstance(record, Events) and not record.end:
+        return []
+    unit = state.tail
+    _no_tail(state)
+    effects: list[Effect] = []
+    for of_group, each in unit:
+        effects += _take(state, of_group, each)
+        state.n = each.n
+    return effects
+
+
+def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
+    _no_tail(state)
+    state.life, state.n, state.loaded = record.life, 0, True
+    state.seq, state.digest = record.seq, record.digest
+    state.partial, state.closed, state.suspended = record.partial, False, False
+    state.uncertain, state.groups, state.heard, state.unplaced = (), (), (), ()
+    state.entry, state.stride = record.entry, record.stride
+    state.engine_version, state.process = record.engine_version, record.process
+    state.at = max(state.at, offset)
+    return [Opening(record)]
+
+
+def _take(state: RankState, group: int | str | None, record: Lived) -> list[Effect]:
+    """One record of a whole unit."""
+    match record:
+        case Events():
+            state.seq, state.digest = record.seq, record.digest
+            _learn(state, group, record)
+            return [Applied(group, record.changes)] if record.changes else []
+        case Heartbeat():
+            state.seq, state.digest = record.seq, record.digest
+            state.uncertain = _join(state.uncertain, record.uncertain)
+        case Suspended():
+            state.suspended = True
+        case Resumed():
+            state.suspended = False
+        case Gap(policy="invalidate"):
+            state.loaded, state.unplaced = False, ()
+            return [Dropped(f"gap: {record.cause}")]
+        case Gap():
+            state.uncertain = _join(state.uncertain, (f"gap: {record.cause}",))
+        case Closed():
+            state.closed = True
+            return [Dropped(f"closed: {record.why}")]
+        case _:
+            pass
+    return []
+
+
+def _learn(state: RankState, group: int | str | None, record: Events) -> None:
+    state.uncertain = _join(state.uncertain, record.uncertain)
+    if isinstance(group, str):  # "*": clears only
+        gone = {change.medium for change in record.changes}
+        state.unplaced = tuple(u for u in state.unplaced if u[1] not in gone)
+        if 0 in gone:
+            state.partial = False  # an empty GPU cache has no unknown past
+            state.uncertain = tuple(u for u in state.uncertain if not u.startswith("gap: "))
+        return
+    if record.spec is not None:
+        state.groups = (*(g for g in state.groups if g.group != group), record.spec)
+    if group not in state.heard:
+        state.heard = (*state.heard, group)
+    rest = tuple(u for u in state.unplaced if u[0] != group)
+    state.unplaced = rest + tuple((group, medium, count) for medium, count in record.unplaced if count)
+
+
+def _hole(state: RankState, offset: int, why: str) -> list[Effect]:
+    _no_tail(state)
+    state.at = max(state.at, offset)
+    if not state.loaded:
+        return []
+    state.loaded, state.unplaced = False, ()
+    return [Dropped(why)]
+
+
+def _no_tail(state: RankState) -> None:
+    state.tail, state.tail_from = (), -1
+
+
+def _join(have: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    return have + tuple(w for w in more if w not in have)

@@ -1,0 +1,212 @@
+"""Records on ``kvledger.events`` and ``kvledger.replicas`` (DESIGN §5).
+
+msgpack arrays, the tag first, then ``schema``; fields are only ever appended, readers skip extra ones.
+The key names replica, rank and group; token ids, salts and multimodal ids are in no record.
+
+Every record carries its owner. Records of a life also carry (life, n): n counts the rank's records within a life,
+0 for Opened, without holes. A record with ``end`` closes a unit; the records of one engine batch are one unit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvledger_index.model import GroupSpec, ModelEntry
+from kvledger_wire.errors import Poison
+
+SCHEMA = 0
+
+Life = tuple[int, int]
+"""(owner, how many lives that owner had opened with this one)."""
+
+STORED, REMOVED, CLEARED = 1, 2, 3
+LIVE, REPLAYED, ATTACHED = 0, 1, 2
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive stride keys of one path inside one segment of 16.
+
+    ``row`` (8 bytes) is the segment's first key, ``position`` the place of the first of ``keys`` in it, ``parent``
+    (8 bytes, zeros at position 0) the key before. ``keys`` is n x 8 bytes. Bit j of ``blocks``: an engine block ends at
+    key j and this change names it; of ``effective``: it changed residency of (lane, key), 0 -> 1 or 1 -> 0.
+    ``hashes`` holds the low 64 bits of the engine hashes, big-endian, one per bit of ``blocks``, ascending.
+    All 8-byte keys are big-endian.
+    """
+
+    row: bytes
+    position: int
+    parent: bytes
+    keys: bytes
+    blocks: int
+    effective: int
+    hashes: bytes
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """One engine event, or adjacent ones of one kind, of one group.
+
+    ``op`` STORED, REMOVED or CLEARED; ``medium`` is the code (gpu 0, cpu 1, storage 2, other 3); ``ts`` is the engine's
+    wall clock; ``unplaced`` holds hashes (8 bytes each) that have no key. ``origin`` LIVE, REPLAYED or ATTACHED
+    (an earlier unplaced store that got its key: it changes residency, no copy was added).
+    """
+
+    op: int
+    medium: int
+    seq: int
+    ts: float
+    runs: tuple[Run, ...] = ()
+    unplaced: bytes = b""
+    origin: int = LIVE
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """What every record starts with."""
+
+    schema: int
+    owner: int
+
+
+class Fence(Record, frozen=True, array_like=True, tag="fence"):
+    """From here on records of lower owners do not count; suspends the rank until its owner resumes or opens."""
+
+    bridge: str
+    version: str
+    why: str
+
+
+class Lived(Record, frozen=True, array_like=True):
+    """A record within a life."""
+
+    life: Life
+    n: int
+
+
+class Opened(Lived, frozen=True, array_like=True, tag="opened"):
+    """A new, empty life (n = 0): an empty checkpoint.
+
+    ``seq`` is the last engine sequence that it covers (-1 = before the first), ``digest`` the XXH3-128 of that
+    batch's raw bytes (empty at -1). ``entry`` restates the operator's model entry, whose stride the keys use.
+    ``process`` identifies the engine process where it is known.
+    """
+
+    entry: ModelEntry
+    stride: int
+    seq: int
+    digest: bytes
+    partial: bool
+    why: str
+    engine_version: str | None = None
+    process: str | None = None
+
+
+class Events(Lived, frozen=True, array_like=True, tag="events"):
+    """Changes of one group in engine order; of group ``*`` only clears.
+
+    ``seq``/``digest``: the last batch this record's unit covers. ``unplaced`` (medium code, count): hashes of this group
+    resident without a key after this record. ``spec``: the group's facts, when first heard or changed in this life.
+    ``uncertain``: reasons that hold for the rank from here to the end of its life, when one was added.
+    """
+
+    seq: int
+    digest: bytes
+    end: bool
+    changes: tuple[Change, ...]
+    unplaced: tuple[tuple[int, int], ...] = ()
+    spec: GroupSpec | None = None
+    uncertain: tuple[str, ...] = ()
+
+
+class Suspended(Lived, frozen=True, array_like=True, tag="suspended"):
+    """Continuity is unknown; only Resumed or Opened ends it."""
+
+    why: str
+
+
+class Resumed(Lived, frozen=True, array_like=True, tag="resumed"):
+    """Continuity is proven."""
+
+    how: str
+
+
+class Gap(Lived, frozen=True, array_like=True, tag="gap"):
+    """Engine sequences ``first``..``last`` are lost to the log (``last`` -1: unknown). Unloads the rank under
+    ``invalidate``, marks it uncertain under ``keep``."""
+
+    first: int
+    last: int
+    cause: str
+    policy: Literal["invalidate", "keep"]
+
+
+class Heartbeat(Lived, frozen=True, array_like=True, tag="heartbeat"):
+    """Complete through ``seq``; follows only a live batch without changes or an answered probe."""
+
+    seq: int
+    digest: bytes
+    uncertain: tuple[str, ...] = ()
+
+
+class Closed(Lived, frozen=True, array_like=True, tag="closed"):
+    """The rank is gone: drained, deregistered or replaced."""
+
+    why: str
+
+
+class Claim(Record, frozen=True, array_like=True, tag="claim"):
+    """On ``kvledger.replicas``: who takes the rank over. Its own offset is the owner number (``owner`` is -1 here)."""
+
+    bridge: str
+    version: str
+
+
+class Restoring(Record, frozen=True, array_like=True, tag="restoring"):
+    """On ``kvledger.replicas``: the owner lives and is still restoring."""
+
+
+class Pointer(Record, frozen=True, array_like=True, tag="pointer"):
+    """On ``kvledger.replicas`` with key (rank, owner): ``fence`` is the owner's Fence offset in the rank's partition,
+    ``offset`` where its newest ``Opened`` stands (-1: log start)."""
+
+    fence: int
+    offset: int
+
+
+EventRecord = Fence | Opened | Events | Suspended | Resumed | Gap | Heartbeat | Closed
+ReplicaRecord = Claim | Restoring | Pointer
+
+_encoder = msgspec.msgpack.Encoder()
+_events = msgspec.msgpack.Decoder(EventRecord)
+_replicas = msgspec.msgpack.Decoder(ReplicaRecord)
+
+
+def encode(record: EventRecord | ReplicaRecord) -> bytes:
+    """The value bytes of a record."""
+    return _encoder.encode(record)
+
+
+def decode_event(raw: bytes | None) -> EventRecord:
+    """Read a value of ``kvledger.events``; raises Poison for bytes that this version cannot read."""
+    return _decode(_events, raw)
+
+
+def decode_replica(raw: bytes | None) -> ReplicaRecord:
+    """Read a value of ``kvledger.replicas``; raises Poison."""
+    return _decode(_replicas, raw)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes | None) -> Any:
+    if not raw:
+        msg = "record without a value"
+        raise Poison(msg)
+    try:
+        record = decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        # msgspec's text names a path and a type, never a value
+        msg = f"record of {len(raw)} bytes: {error}"
+        raise Poison(msg) from error
+    if record.schema > SCHEMA:
+        msg = f"record schema {record.schema} is newer than {SCHEMA}: upgrade this reader first"
+        raise Poison(msg)
+    return record

@@ -61,9 +61,7 @@ def token_bytes(tokens: Sequence[int] | Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
-def extend(
-    parent: int, tokens: bytes, stride: int, *, start: int = 0, extras: Sequence[Extra] = ()
-) -> list[int]:
+def extend(parent: int, tokens: bytes, stride: int, *, start: int = 0, extras: Sequence[Extra] = ()) -> list[int]:
     """Keys of the full strides of ``tokens`` (u32le), whose first token stands at position ``start``.
 
     ``parent`` is the key of the prefix that ends at ``start``. Extras outside the span are ignored: one that starts

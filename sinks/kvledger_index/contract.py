@@ -10,7 +10,7 @@ from kvledger_index.views import Catalogue, Claimed, Reading
 
 
 class IndexWriter(Protocol):
-    """What the fold needs. Every call is one atomic function in Redis; all raise Unavailable if Redis does not answer."""
+    """What the fold needs. Every call is one atomic function in Redis; all raise Unavailable where Redis is silent."""
 
     async def check(self) -> None:
         """Raise Refused if the server would lose the index (eviction policy, version), load the function library."""
@@ -27,7 +27,8 @@ class IndexWriter(Protocol):
     async def apply(self, step: Step) -> Outcome:
         """Apply a step, all or nothing. A step whose units are all duplicates still moves the progress."""
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close connections; safe to call twice."""
 
 
 class IndexReader(Protocol):
@@ -45,4 +46,5 @@ class IndexReader(Protocol):
     def dump(self, model: str | None = None, rank: str | None = None) -> AsyncIterator[Claimed]:
         """Every block claimed by a live slot. Walks the keyspace: for operators and tests, never for routing."""
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close connections; safe to call twice."""

@@ -34,7 +34,8 @@ class PartitionView(NamedTuple):
 
 class Pulse(NamedTuple):
     """One rank's moving part: ``heard_ms`` is Redis' clock when its last record was applied, less the time that the
-    record was older than the newest one of its partition."""
+    record was older than the newest one of its partition.
+    """
 
     now: Now
     heard_ms: int

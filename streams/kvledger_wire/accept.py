@@ -62,8 +62,8 @@ Effect = Opening | Applied | Dropped
 class RankState(msgspec.Struct):
     """Everything a reader knows of one rank; serialisable, so that a reader can go on where another stopped.
 
-    ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from`` the
-    offset of the first of them. ``unplaced`` maps (group, medium code) to a count.
+    ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from``
+    the offset of the first of them. ``unplaced`` maps (group, medium code) to a count.
     """
 
     owner: int = -1
@@ -117,18 +117,16 @@ def _lived(state: RankState, group: int | str | None, record: Lived, offset: int
         return _hole(state, offset, "record of an older life") if offset > state.at else []
     if record.life > state.life:
         return _hole(state, offset, "record of a life that was not opened")
-    if record.n < due:
-        return []
     if record.n > due:
         return _hole(state, offset, f"record {record.n} where {due} was due")
-    if not state.loaded:
+    if record.n < due or not state.loaded:
         return []
     if not state.tail:
         state.tail_from = offset
     state.tail += ((group, record),)
-    state.at = max(state.at, offset)
     if isinstance(record, Events) and not record.end:
         return []
+    state.at = max(state.at, offset)
     unit = state.tail
     _no_tail(state)
     effects: list[Effect] = []

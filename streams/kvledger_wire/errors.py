@@ -1,8 +1,8 @@
 """What can be wrong with a record or a topic.
 
-    WireError
-    ├── Poison        bytes that are no record of this contract: dead-letter and unload the rank that the key names
-    └── WrongTopic    a topic is missing or shaped wrongly: an operator creates or changes it
+WireError
+├── Poison        bytes that are no record of this contract: dead-letter and unload the rank that the key names
+└── WrongTopic    a topic is missing or shaped wrongly: an operator creates or changes it
 """
 
 from __future__ import annotations

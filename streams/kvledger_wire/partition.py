@@ -17,7 +17,7 @@ from kvledger_wire.errors import Poison
 RANK_WIDE = "*"
 GROUP_NONE = "none"
 REPLICA_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]%-]{0,252}\Z")
-"""Replica names: letters, digits and ``._:@[]%-``, at most 253 characters, as Kubernetes names and IPv6 addresses are."""
+"""Replica names: letters, digits and ``._:@[]%-``, at most 253 characters: Kubernetes names and IPv6 addresses fit."""
 
 
 class RecordKey(NamedTuple):

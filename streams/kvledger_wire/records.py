@@ -104,8 +104,8 @@ class Opened(Lived, frozen=True, array_like=True, tag="opened"):
 class Events(Lived, frozen=True, array_like=True, tag="events"):
     """Changes of one group in engine order; of group ``*`` only clears.
 
-    ``seq``/``digest``: the last batch this record's unit covers. ``unplaced`` (medium code, count): hashes of this group
-    resident without a key after this record. ``spec``: the group's facts, when first heard or changed in this life.
+    ``seq``/``digest``: the last batch this record's unit covers. ``unplaced`` (medium code, count): hashes of this
+    group resident without a key after this record. ``spec``: the group's facts, when first heard or changed in this life.
     ``uncertain``: reasons that hold for the rank from here to the end of its life, when one was added.
     """
 
@@ -132,7 +132,8 @@ class Resumed(Lived, frozen=True, array_like=True, tag="resumed"):
 
 class Gap(Lived, frozen=True, array_like=True, tag="gap"):
     """Engine sequences ``first``..``last`` are lost to the log (``last`` -1: unknown). Unloads the rank under
-    ``invalidate``, marks it uncertain under ``keep``."""
+    ``invalidate``, marks it uncertain under ``keep``.
+    """
 
     first: int
     last: int
@@ -167,7 +168,8 @@ class Restoring(Record, frozen=True, array_like=True, tag="restoring"):
 
 class Pointer(Record, frozen=True, array_like=True, tag="pointer"):
     """On ``kvledger.replicas`` with key (rank, owner): ``fence`` is the owner's Fence offset in the rank's partition,
-    ``offset`` where its newest ``Opened`` stands (-1: log start)."""
+    ``offset`` where its newest ``Opened`` stands (-1: log start).
+    """
 
     fence: int
     offset: int
@@ -188,12 +190,14 @@ def encode(record: EventRecord | ReplicaRecord) -> bytes:
 
 def decode_event(raw: bytes | None) -> EventRecord:
     """Read a value of ``kvledger.events``; raises Poison for bytes that this version cannot read."""
-    return _decode(_events, raw)
+    record: EventRecord = _decode(_events, raw)
+    return record
 
 
 def decode_replica(raw: bytes | None) -> ReplicaRecord:
     """Read a value of ``kvledger.replicas``; raises Poison."""
-    return _decode(_replicas, raw)
+    record: ReplicaRecord = _decode(_replicas, raw)
+    return record
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes | None) -> Any:

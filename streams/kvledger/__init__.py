@@ -1,1 +1,1 @@
-"""Package of kvledger."""
+"""The ``kvledger`` command and the local stack: the composition root, which imports the other rooms lazily."""

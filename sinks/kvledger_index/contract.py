@@ -10,7 +10,10 @@ from kvledger_index.views import Catalogue, Claimed, Reading
 
 
 class IndexWriter(Protocol):
-    """What the fold needs. Every call is one atomic function in Redis; all raise Unavailable where Redis is silent."""
+    """What the fold needs. Every call is atomic; all raise Unavailable where Redis is silent or refuses writes for now.
+
+    A call that raised Unavailable may have been carried out: load, then go on from what is stored.
+    """
 
     async def check(self) -> None:
         """Raise Refused if the server would lose the index (eviction policy, version), load the function library."""
@@ -22,10 +25,14 @@ class IndexWriter(Protocol):
         """Record a (re)seek: progress starts at ``restart``, ranks are stale until ``target`` is read.
 
         ``drop`` forgets the partition's ranks first (rebuild): their slots die and their catalogue entries go.
+        Without it another topic id than the stored one is InvalidInput: offsets of two topics do not compare.
         """
 
     async def apply(self, step: Step) -> Outcome:
-        """Apply a step, all or nothing. A step whose units are all duplicates still moves the progress."""
+        """Apply a step, all or nothing. A step whose units are all duplicates still moves the progress.
+
+        Raises InvalidInput for a step that breaks a bound of ``units.py``.
+        """
 
     async def aclose(self) -> None:
         """Close connections; safe to call twice."""
@@ -35,12 +42,16 @@ class IndexReader(Protocol):
     """What the router needs. Reads only; one round trip per call except as said."""
 
     async def catalogue(self, model: str) -> Catalogue:
-        """All ranks of a model (an unknown model has none)."""
+        """All ranks of a model (an unknown model has none, and the version ``b""``)."""
+
+    async def models(self) -> list[str]:
+        """Names of the models that have a catalogue, sorted."""
 
     async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
         """Holders of a prompt's keys. One round trip, a second one where the prompt leaves a row's path.
 
         The result's ``version`` differs from the catalogue's where that changed meanwhile: take both again.
+        Holders may name slots that no catalogue knows: those are dead.
         """
 
     def dump(self, model: str | None = None, rank: str | None = None) -> AsyncIterator[Claimed]:

@@ -5,11 +5,27 @@ Pure values, built by the fold and applied by ``writer.py`` (Redis) and ``memory
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvledger_index.model import GroupSpec, Medium
+from kvledger_index.blockkeys import SEGMENT_STRIDES
+from kvledger_index.errors import InvalidInput
+from kvledger_index.model import GROUP_NONE_LANE, MEDIA, GroupSpec, Medium
+
+STEP_UNITS_MAX = 1_024
+"""Units per step; a call has a fixed number of arguments and eight per unit."""
+
+STEP_OPS_MAX = 2_048
+"""Ops per step of more than one unit: what holds Redis for about 10 ms, half of a router's deadline (measured by
+``tests/benchmarks/index.py``). The caller splits steps between units.
+"""
+
+UNIT_OPS_MAX = 1_000_000
+"""Ops of a step of one unit, which nobody may split: about 50 MB in one call, far below Redis' 512 MB an argument."""
+
+NONCE_BYTES = 16
 
 
 class Stamp(NamedTuple):
@@ -164,3 +180,53 @@ class Stored(NamedTuple):
 
     progress: Progress | None
     ranks: dict[str, tuple[Stamp, bytes]]
+
+
+def check_step(step: Step) -> None:
+    """Raise InvalidInput where a step breaks a bound stated above; every writer calls this first. O(ops)."""
+    if len(step.nonce) != NONCE_BYTES:
+        raise InvalidInput(f"nonce of {len(step.nonce)} bytes, {NONCE_BYTES} expected")
+    if len(step.units) > STEP_UNITS_MAX:
+        raise InvalidInput(f"step of {len(step.units)} units > {STEP_UNITS_MAX}: split it between units")
+    ops = sum(len(unit.ops) for unit in step.units)
+    bound = STEP_OPS_MAX if len(step.units) > 1 else UNIT_OPS_MAX
+    if ops > bound:
+        raise InvalidInput(f"step of {len(step.units)} units with {ops} ops > {bound}: split it between units")
+    for unit in step.units:
+        _check_unit(unit, step.partition)
+
+
+def _check_unit(unit: RankUnit, partition: int) -> None:
+    if "/" not in unit.rank:
+        raise InvalidInput(f"rank {unit.rank!r} is not replica/rank")
+    if unit.after < unit.before:
+        raise InvalidInput(f"unit of {unit.rank}: stamp after {tuple(unit.after)} < before {tuple(unit.before)}")
+    if unit.card is not None and (unit.card.model, unit.card.partition) != (unit.model, partition):
+        have = (unit.card.model, unit.card.partition)
+        raise InvalidInput(f"unit of {unit.rank}: card of {have}, unit of {(unit.model, partition)}")
+    for op in unit.ops:
+        if isinstance(op, Put):
+            _check_put(op)
+        elif isinstance(op, Clear) and op.medium not in MEDIA:
+            raise InvalidInput(f"medium {op.medium!r} is none of {', '.join(MEDIA)}")
+
+
+def _check_put(op: Put) -> None:
+    count = len(op.keys)
+    if not (count and op.position >= 0 and op.position + count <= SEGMENT_STRIDES):
+        raise InvalidInput(f"keys at {op.position}..{op.position + count} are not in one segment 0..{SEGMENT_STRIDES}")
+    if not 0 <= op.mask < 1 << count:
+        raise InvalidInput(f"mask {op.mask:#x} names more than {count} keys")
+    if not 0 <= op.lane <= GROUP_NONE_LANE:
+        raise InvalidInput(f"lane {op.lane} is outside 0..{GROUP_NONE_LANE}")
+    if op.medium not in MEDIA:
+        raise InvalidInput(f"medium {op.medium!r} is none of {', '.join(MEDIA)}")
+    if op.position == 0 and op.row != op.keys[0]:
+        raise InvalidInput(f"row {op.row:016x} does not start with the key at its position 0, {op.keys[0]:016x}")
+    check_keys((op.row, op.parent, *op.keys))
+
+
+def check_keys(keys: Sequence[int]) -> None:
+    """Raise InvalidInput for a block key that is none."""
+    if keys and not (min(keys) >= 0 and max(keys) < 1 << 64):
+        raise InvalidInput(f"key {min(keys)} or {max(keys)} is outside 0..2^64-1")

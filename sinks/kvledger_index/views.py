@@ -33,8 +33,9 @@ class PartitionView(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """One rank's moving part: ``heard_ms`` is Redis' clock when its last record was applied, less the time that the
-    record was older than the newest one of its partition.
+    """One rank's moving part: ``heard_ms`` is Redis' clock when the newest record of its partition was applied, less
+    the time that the rank's last record is older than that one. It is worked out when it is read, so a rank that has
+    been silent for an hour is an hour old also when a worker has only just caught up.
     """
 
     now: Now
@@ -51,7 +52,12 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Reading(NamedTuple):
-    """One answer, taken at one moment. ``stale_ranks``: their stamp moved between the two reads of the answer."""
+    """One answer, taken at one moment. ``moved``: ranks whose stamp moved between the two reads of the answer.
+
+    Where ``version`` differs from the catalogue's, only ``version``, ``time_ms`` and ``partitions`` mean anything.
+    ``corrupt`` counts stored values that could not be read: they count as absent, so no answer from this reading is
+    exact.
+    """
 
     version: bytes
     time_ms: int
@@ -59,6 +65,7 @@ class Reading(NamedTuple):
     partitions: dict[int, PartitionView]
     segments: list[Segment]
     moved: frozenset[str]
+    corrupt: int = 0
 
 
 class Claimed(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 EVENTS = "kvledger.events"
@@ -45,3 +47,27 @@ def topic_specs(
             {"cleanup.policy": "delete", "retention.ms": retention, "message.timestamp.type": "LogAppendTime"},
         ),
     )
+
+
+def differences(spec: TopicSpec, partitions: int, config: Mapping[str, str]) -> list[str]:
+    """What about an existing topic is not as ``spec`` says, each with the change to make; empty if all is well.
+
+    ``partitions`` and ``config`` are what the broker reports; a setting that it does not report counts as different.
+    Policies are compared as sets (``compact,delete`` = ``delete,compact``).
+    """
+    found = []
+    if partitions != spec.partitions:
+        found.append(
+            f"topic {spec.name} has {partitions} partitions and {spec.partitions} are configured: a rank's place "
+            f"depends on the count, so configure {partitions} or use another topic prefix; never add partitions"
+        )
+    for name, wanted in spec.config.items():
+        actual = config.get(name)
+        if actual is None or _words(actual) != _words(wanted):
+            found.append(f"topic {spec.name} has {name}={actual}: set it to {wanted}")
+    return found
+
+
+def _words(value: str) -> frozenset[str]:
+    """The parts of a list-valued setting; order and spaces mean nothing."""
+    return frozenset(word.strip() for word in value.split(","))

@@ -1,0 +1,175 @@
+"""Fixtures for every room: one Kafka and one Redis for the whole run, started when the first test asks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from kvledger.stack import LocalKafka, LocalRedis, Stack
+
+FIXTURES = Path(__file__).parent / "fixtures"
+POLL_SECONDS = 0.02
+EVENTUALLY_SECONDS = 10.0
+
+SERVICE_FIXTURES = frozenset({"stack", "kafka", "redis_url", "create_topics", "redis_server", "kafka_broker"})
+"""Tests that ask for one of these are marked ``services``."""
+
+ENVIRONMENT = dict(os.environ)
+"""As it was at the start: the stack may be told by it which services and which cache to use; tests see none of it."""
+for _name in [name for name in os.environ if name.startswith("KVLEDGER_")]:
+    del os.environ[_name]
+
+_numbers = itertools.count(1)
+
+
+class CreateTopics(Protocol):
+    """``create_topics(prefix, partitions=4)`` makes one installation's topics."""
+
+    def __call__(self, prefix: str, partitions: int = 4) -> None: ...
+
+
+class RedisServer(Protocol):
+    """``redis_server(append_only=True)`` starts a private server that the test may kill."""
+
+    def __call__(self, *, append_only: bool = False, settings: tuple[str, ...] = ()) -> LocalRedis: ...
+
+
+class Eventually(Protocol):
+    """``eventually(condition)`` polls until the condition's value is true and returns it; fails at the deadline."""
+
+    def __call__(self, condition: Callable[[], Any], seconds: float = EVENTUALLY_SECONDS, what: str = "") -> Any: ...
+
+
+class EventuallyAsync(Protocol):
+    """The same for coroutine functions, on the running loop."""
+
+    def __call__(
+        self, condition: Callable[[], Awaitable[Any]], seconds: float = EVENTUALLY_SECONDS, what: str = ""
+    ) -> Awaitable[Any]: ...
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if SERVICE_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.services)
+
+
+@pytest.fixture(scope="session")
+def stack(pytestconfig: pytest.Config) -> Iterator[Stack]:
+    """The run's services; nothing runs before ``.kafka`` or ``.redis`` is asked for."""
+    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+
+    def progress(sentence: str) -> None:
+        if reporter is not None and pytestconfig.getoption("verbose") > 0:
+            reporter.write_line(f"stack: {sentence}")
+
+    with Stack(progress=progress, environment=ENVIRONMENT) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kafka(stack: Stack) -> str:
+    """``host:port`` of the run's Kafka."""
+    return stack.kafka
+
+
+@pytest.fixture(scope="session")
+def redis_url(stack: Stack) -> str:
+    """The URL of the run's Redis; tests keep apart by ``namespace``."""
+    return stack.redis
+
+
+@pytest.fixture
+def topic_prefix() -> str:
+    """A topic prefix that no other test uses, also not on a Kafka that outlives the run."""
+    return f"t{os.getpid()}-{time.time_ns():x}-{next(_numbers)}."
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A Redis namespace that no other test uses, also not on a Redis that outlives the run."""
+    return f"t{os.getpid()}-{time.time_ns():x}-{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def create_topics(kafka: str) -> CreateTopics:
+    """A factory for the topics of one installation."""
+    from kvledger.admin import connect
+    from kvledger.admin import create_topics as create
+    from kvledger_wire.topics import topic_specs
+
+    client = connect(kafka)
+
+    def factory(prefix: str, partitions: int = 4) -> None:
+        create(client, topic_specs(partitions=partitions, prefix=prefix))
+
+    return factory
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A factory for private Redis servers, all gone after the test."""
+    with Stack(environment=ENVIRONMENT, local=True) as private:
+
+        def factory(*, append_only: bool = False, settings: tuple[str, ...] = ()) -> LocalRedis:
+            server = private.new_redis(f"redis-{next(_numbers)}", append_only=append_only, settings=settings)
+            server.start()
+            return server
+
+        yield factory
+
+
+@pytest.fixture
+def kafka_broker() -> Iterator[Callable[[], LocalKafka]]:
+    """A factory for private brokers that a test may kill and start again; each costs about 4 s."""
+    with Stack(environment=ENVIRONMENT, local=True) as private:
+
+        def factory() -> LocalKafka:
+            broker = private.new_kafka(f"kafka-{next(_numbers)}")
+            broker.start()
+            return broker
+
+        yield factory
+
+
+@pytest.fixture(scope="session")
+def recordings() -> Path:
+    """The folder with ``engine-traces``, ``manager-traces`` and ``wire``."""
+    return FIXTURES
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Eventually:
+    """Wait for a condition with a deadline."""
+
+    def wait(condition: Callable[[], Any], seconds: float = EVENTUALLY_SECONDS, what: str = "") -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {seconds} s: {what or condition}")
+            time.sleep(POLL_SECONDS)
+        return value
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def eventually_async() -> EventuallyAsync:
+    """Wait for a condition with a deadline, letting the loop run."""
+
+    async def wait(condition: Callable[[], Awaitable[Any]], seconds: float = EVENTUALLY_SECONDS, what: str = "") -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := await condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {seconds} s: {what or condition}")
+            await asyncio.sleep(POLL_SECONDS)
+        return value
+
+    return wait

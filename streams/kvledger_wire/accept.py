@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvledger_index.model import GroupSpec, ModelEntry
+from kvledger_index.model import MEDIA, GroupSpec, ModelEntry
 from kvledger_wire.records import (
     Change,
     Closed,
@@ -35,6 +35,12 @@ from kvledger_wire.records import (
 )
 
 NO_LIFE: Life = (-1, 0)
+
+GPU = MEDIA.index("gpu")
+
+UNIT_RECORDS_MAX = 4_096
+"""Records of one unit: an engine batch is a record per group and cut, so thousands mean a writer that never ends one;
+readers hold an unfinished unit in memory and re-read from its start."""
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -59,11 +65,13 @@ class Dropped(msgspec.Struct, frozen=True):
 Effect = Opening | Applied | Dropped
 
 
-class RankState(msgspec.Struct):
+class RankState(msgspec.Struct, omit_defaults=True):
     """Everything a reader knows of one rank; serialisable, so that a reader can go on where another stopped.
 
     ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from``
-    the offset of the first of them. ``unplaced`` maps (group, medium code) to a count.
+    the offset of the first of them. ``unplaced`` holds (group, medium code, count). ``heard`` names the groups that
+    said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a part in a hit
+    (offload events may carry no group beside GPU events that do).
     """
 
     owner: int = -1
@@ -82,6 +90,7 @@ class RankState(msgspec.Struct):
     process: str | None = None
     groups: tuple[GroupSpec, ...] = ()
     heard: tuple[int | None, ...] = ()
+    heard_gpu: tuple[int | None, ...] = ()
     unplaced: tuple[tuple[int | None, int, int], ...] = ()
     at: int = -1
     tail: tuple[tuple[int | str | None, Lived], ...] = ()
@@ -94,7 +103,7 @@ def accept(state: RankState, group: int | str | None, record: EventRecord | None
     Offsets of one rank must come in order; a re-read from earlier is safe. O(changes of the unit).
     """
     if record is None:
-        return _hole(state, offset, "unreadable record") if offset > state.at else []
+        return unload(state, offset, "unreadable record") if offset > state.at else []
     if record.owner < state.owner:
         return []
     if record.owner > state.owner or isinstance(record, Fence):
@@ -110,15 +119,26 @@ def accept(state: RankState, group: int | str | None, record: EventRecord | None
     return _lived(state, group, record, offset)
 
 
+def unload(state: RankState, offset: int, why: str) -> list[Effect]:
+    """Claim nothing of the rank until its next Opened; its owner, life and n stay.
+
+    For a hole, and for a reader that met a record at ``offset`` which it cannot use although it is in order.
+    """
+    _no_tail(state)
+    state.at = max(state.at, offset)
+    if not state.loaded:
+        return []
+    state.loaded, state.unplaced = False, ()
+    return [Dropped(why)]
+
+
 def _lived(state: RankState, group: int | str | None, record: Lived, offset: int) -> list[Effect]:
     due = state.n + len(state.tail) + 1
-    if record.life < state.life:
-        # an older life of an accepted owner, read for the first time: what was between is not known
-        return _hole(state, offset, "record of an older life") if offset > state.at else []
-    if record.life > state.life:
-        return _hole(state, offset, "record of a life that was not opened")
-    if record.n > due:
-        return _hole(state, offset, f"record {record.n} where {due} was due")
+    if record.life < state.life and offset <= state.at:
+        return []  # read again
+    why = _hole(state, record, due)
+    if why is not None:
+        return unload(state, offset, why)
     if record.n < due or not state.loaded:
         return []
     if not state.tail:
@@ -136,12 +156,26 @@ def _lived(state: RankState, group: int | str | None, record: Lived, offset: int
     return effects
 
 
+def _hole(state: RankState, record: Lived, due: int) -> str | None:
+    """Why this record does not follow what is known; None where it does, or repeats it."""
+    if record.life < state.life:
+        return "record of an older life"  # of an accepted owner, read for the first time: what was between is unknown
+    if record.life > state.life:
+        return "record of a life that was not opened"
+    if record.n > due:
+        return f"record {record.n} where {due} was due"
+    if record.n == due and len(state.tail) >= UNIT_RECORDS_MAX:
+        return f"unit of more than {UNIT_RECORDS_MAX} records"
+    return None
+
+
 def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
     _no_tail(state)
     state.life, state.n, state.loaded = record.life, 0, True
     state.seq, state.digest = record.seq, record.digest
     state.partial, state.closed, state.suspended = record.partial, False, False
-    state.uncertain, state.groups, state.heard, state.unplaced = (), (), (), ()
+    state.uncertain, state.groups, state.unplaced = (), (), ()
+    state.heard, state.heard_gpu = (), ()
     state.entry, state.stride = record.entry, record.stride
     state.engine_version, state.process = record.engine_version, record.process
     state.at = max(state.at, offset)
@@ -180,7 +214,7 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
     if isinstance(group, str):  # "*": clears only
         gone = {change.medium for change in record.changes}
         state.unplaced = tuple(u for u in state.unplaced if u[1] not in gone)
-        if 0 in gone:
+        if GPU in gone:
             state.partial = False  # an empty GPU cache has no unknown past
             state.uncertain = tuple(u for u in state.uncertain if not u.startswith("gap: "))
         return
@@ -188,17 +222,12 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
         state.groups = (*(g for g in state.groups if g.group != group), record.spec)
     if group not in state.heard:
         state.heard = (*state.heard, group)
+    if group not in state.heard_gpu and (
+        any(change.medium == GPU for change in record.changes) or any(medium == GPU for medium, _ in record.unplaced)
+    ):
+        state.heard_gpu = (*state.heard_gpu, group)
     rest = tuple(u for u in state.unplaced if u[0] != group)
     state.unplaced = rest + tuple((group, medium, count) for medium, count in record.unplaced if count)
-
-
-def _hole(state: RankState, offset: int, why: str) -> list[Effect]:
-    _no_tail(state)
-    state.at = max(state.at, offset)
-    if not state.loaded:
-        return []
-    state.loaded, state.unplaced = False, ()
-    return [Dropped(why)]
 
 
 def _no_tail(state: RankState) -> None:

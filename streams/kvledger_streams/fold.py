@@ -1,0 +1,462 @@
+"""The fold: what a partition's log does to the index (DESIGN §6). Pure: records in, compare-and-set steps out.
+
+    (offset, log time, key bytes, value bytes) ──decode──> record ──accept──> effects ──> ops of a rank's unit
+                                                                                             │
+                       Step: units of many ranks, restart and read offset <── cut at limits ─┘
+
+The state of a partition is a function of its log: it is rebuilt from what the index stored, or from the log's start.
+A record that cannot be used costs its rank, never the partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from struct import Struct
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvledger_index.blockkeys import SEGMENT_STRIDES
+from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, lane_code
+from kvledger_index.units import Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step
+from kvledger_streams.errors import UnreadableState
+from kvledger_wire.accept import Applied, Dropped, Effect, Opening, RankState, accept, unload
+from kvledger_wire.errors import Poison
+from kvledger_wire.partition import parse_key, partition_of
+from kvledger_wire.records import CLEARED, REMOVED, STORED, Change, EventRecord, Run, decode_event
+
+OPS_PER_STEP_MAX = 4_096
+"""A step is cut after the record that reaches this. Redis applies about 0.2-3 M blocks a second, a run of 16 being one
+op: a step keeps it busy for some ten milliseconds."""
+
+RANKS_PER_STEP_MAX = 256
+"""The same for ranks: each one carries its state and perhaps a card, about 1 KB."""
+
+KEYS_CACHED_MAX = 16_384
+"""Parsed record keys that are remembered: some bytes each, and a worker meets ranks times groups of them."""
+
+NOTES_MAX = 200
+"""Notes kept between two looks at them: a log full of junk must not fill the memory or the operator's screen."""
+
+STATE_VERSION = 1
+"""Raise it when a rank's card comes out differently for the same state: stored cards are then written again."""
+
+MIXED_GROUPS = "GPU events with and without a group number"
+
+_KEYS = tuple(Struct(f">{count}Q") for count in range(SEGMENT_STRIDES + 1))
+_NO_PARENT = bytes(8)
+
+LogRecord = tuple[int, int, bytes | None, bytes | None]
+"""(offset, log time in ms, key, value)."""
+
+
+NoteKind = Literal["opened", "unloaded", "unreadable_value", "unreadable_key", "misplaced"]
+
+
+class Note(NamedTuple):
+    """Something about one rank that an operator may want to know; never a token, hash or key."""
+
+    kind: NoteKind
+    rank: str
+    offset: int
+    why: str
+
+
+class Tally(msgspec.Struct):
+    """What a worker has folded so far; ``notes`` is emptied by whoever logs them."""
+
+    records: int = 0
+    units: int = 0
+    ops: int = 0
+    opened: int = 0
+    unloaded: int = 0
+    unreadable_values: int = 0
+    unreadable_keys: int = 0
+    misplaced: int = 0
+    notes: list[Note] = []
+
+    def note(self, kind: NoteKind, rank: str, offset: int, why: str) -> None:
+        """Keep a note; above NOTES_MAX only the counters tell."""
+        if len(self.notes) < NOTES_MAX:
+            self.notes.append(Note(kind, rank, offset, why))
+
+
+class PartitionState(msgspec.Struct):
+    """One partition in the middle of being folded.
+
+    ``restart`` is what the index has stored as such, ``read`` the next offset to read, ``broker_ms`` the newest log
+    time known. ``tails`` names the ranks with an unfinished unit and where it began. ``partitions`` is the topic's
+    count, ``cards`` what the catalogue was last given.
+    """
+
+    partition: int
+    partitions: int
+    topic_id: str
+    restart: int
+    read: int
+    broker_ms: int
+    ranks: dict[str, RankState]
+    cards: dict[str, Card | None]
+    tails: dict[str, int]
+
+
+class _Blob(msgspec.Struct, frozen=True, array_like=True):
+    """What is stored of a rank, read back by ``resume`` only."""
+
+    version: int
+    state: RankState
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Blob)
+
+
+def resume(
+    partition: int,
+    *,
+    partitions: int,
+    topic_id: str,
+    restart: int,
+    broker_ms: int,
+    stored: Mapping[str, tuple[Stamp, bytes]],
+) -> PartitionState:
+    """The state to go on from, as ``IndexWriter.load`` gave it. Raises UnreadableState: drop and rebuild then."""
+    ranks: dict[str, RankState] = {}
+    cards: dict[str, Card | None] = {}
+    for rank, (stamp, blob) in stored.items():
+        try:
+            kept = _decoder.decode(blob)
+        except msgspec.DecodeError as error:
+            msg = f"state of {rank}, {len(blob)} bytes: {error}"
+            raise UnreadableState(msg) from error
+        if stamp_of(kept.state) != stamp:
+            msg = f"state of {rank} stands at {tuple(stamp_of(kept.state))}, its stamp at {tuple(stamp)}"
+            raise UnreadableState(msg)
+        ranks[rank] = kept.state
+        cards[rank] = card_of(kept.state, partition) if kept.version == STATE_VERSION else None
+    return PartitionState(
+        partition=partition,
+        partitions=partitions,
+        topic_id=topic_id,
+        restart=restart,
+        read=restart,
+        broker_ms=broker_ms,
+        ranks=ranks,
+        cards=cards,
+        tails={},
+    )
+
+
+def fresh(partition: int, *, partitions: int, topic_id: str, restart: int, broker_ms: int) -> PartitionState:
+    """A partition of which nothing is known: rebuilt from ``restart`` on."""
+    return resume(partition, partitions=partitions, topic_id=topic_id, restart=restart, broker_ms=broker_ms, stored={})
+
+
+def fold(
+    state: PartitionState, records: Iterable[LogRecord], *, end: int, nonce: Callable[[], bytes], tally: Tally
+) -> Iterator[Step]:
+    """Steps for records in offset order, each to be applied before the next is asked for.
+
+    At least one step comes, also without records: it says that the worker is alive. ``end`` is the log end as last
+    heard; the last step is ``at_end`` iff everything before it is read. Records below ``state.read`` are skipped.
+    ``state`` runs ahead of the index: after a step that was not applied it is worthless, ``resume`` anew.
+    ``nonce`` gives 16 fresh random bytes. O(records + ops).
+    """
+    cut = _Cut(state, nonce, tally)
+    for offset, broker_ms, key, value in records:
+        if offset < state.read:
+            continue
+        state.broker_ms = max(state.broker_ms, broker_ms)
+        cut.take(offset, broker_ms, key, value)
+        state.read = offset + 1
+        if cut.full:
+            yield cut.step(at_end=False)
+    yield cut.step(at_end=state.read >= end)
+
+
+class _Making:
+    """A rank's unit while its records are gathered."""
+
+    __slots__ = ("before", "broker_ms", "ops")
+
+    def __init__(self, before: Stamp) -> None:
+        self.before = before
+        self.ops: list[Op] = []
+        self.broker_ms = 0
+
+
+class _Cut:
+    """Gathers a partition's records into one step at a time."""
+
+    def __init__(self, state: PartitionState, nonce: Callable[[], bytes], tally: Tally) -> None:
+        self._state = state
+        self._nonce = nonce
+        self._tally = tally
+        self._making: dict[str, _Making] = {}
+        self._ops = 0
+
+    @property
+    def full(self) -> bool:
+        return self._ops >= OPS_PER_STEP_MAX or len(self._making) >= RANKS_PER_STEP_MAX
+
+    def take(self, offset: int, broker_ms: int, raw_key: bytes | None, value: bytes | None) -> None:
+        """One record: what it does goes to its rank's unit."""
+        self._tally.records += 1
+        home = self._locate(offset, raw_key)
+        if home is None:
+            return
+        record = self._read(offset, home, value)
+        rank = self._state.ranks.get(home.rank)
+        if rank is None:
+            if record is None:
+                return  # nothing is known of that rank, so nothing is lost
+            rank = self._state.ranks[home.rank] = RankState()
+        before = stamp_of(rank)
+        effects, ops = self._effects(rank, home, record, offset)
+        if rank.tail:
+            self._state.tails[home.rank] = rank.tail_from
+        else:
+            self._state.tails.pop(home.rank, None)
+        if not effects and stamp_of(rank) == before:
+            return
+        making = self._making.get(home.rank)
+        if making is None:
+            making = self._making[home.rank] = _Making(before)
+        making.broker_ms = broker_ms
+        self._add(making, ops)
+        self._observe(home.rank, offset, effects)
+
+    def step(self, *, at_end: bool) -> Step:
+        """Close what was gathered."""
+        state = self._state
+        restart = min(state.tails.values(), default=state.read)
+        units = tuple(self._unit(rank, making) for rank, making in self._making.items())
+        step = Step(
+            partition=state.partition,
+            topic_id=state.topic_id,
+            restart_before=state.restart,
+            restart=restart,
+            read=state.read,
+            units=units,
+            at_end=at_end,
+            broker_ms=state.broker_ms,
+            nonce=self._nonce(),
+        )
+        state.restart = restart
+        self._tally.units += len(units)
+        self._tally.ops += self._ops
+        self._making = {}
+        self._ops = 0
+        return step
+
+    def _locate(self, offset: int, raw_key: bytes | None) -> _Home | None:
+        """Whose record this is; None where nobody can be told, or where the rank lives in another partition."""
+        state = self._state
+        try:
+            home = _home_of(raw_key, state.partitions)
+        except Poison as error:
+            self._tally.unreadable_keys += 1
+            self._tally.note("unreadable_key", "", offset, str(error))
+            return None
+        if home.partition != state.partition:
+            self._tally.misplaced += 1
+            why = f"in partition {state.partition}, its place is {home.partition} of {state.partitions}"
+            self._tally.note("misplaced", home.rank, offset, why)
+            return None
+        return home
+
+    def _read(self, offset: int, home: _Home, value: bytes | None) -> EventRecord | None:
+        try:
+            if not home.lane_ok:
+                msg = f"record key names group {home.group}, highest is {GROUP_MAX}"
+                raise Poison(msg)  # noqa: TRY301 - the same end as for bytes that do not decode
+            return decode_event(value)
+        except Poison as error:
+            self._tally.unreadable_values += 1
+            self._tally.note("unreadable_value", home.rank, offset, str(error))
+            return None
+
+    def _effects(
+        self, rank: RankState, home: _Home, record: EventRecord | None, offset: int
+    ) -> tuple[list[Effect], list[Op]]:
+        """Accept one record. A record that breaks us is a hole of its rank, whatever the reason."""
+        try:
+            effects = accept(rank, home.group, record, offset)
+            return effects, [op for effect in effects for op in _ops_of(effect)]
+        except Exception as error:  # noqa: BLE001 - one record must not stop the other ranks of its partition
+            why = str(error) if isinstance(error, Poison) else f"{type(error).__name__} while folding"
+            unload(rank, offset, why)
+            return [Dropped(why)], [Drop()]
+
+    def _add(self, making: _Making, ops: list[Op]) -> None:
+        for op in ops:
+            if isinstance(op, Bind | Drop):  # nothing that was done to the old slots matters any more
+                self._ops -= len(making.ops)
+                making.ops.clear()
+            making.ops.append(op)
+            self._ops += 1
+
+    def _observe(self, rank: str, offset: int, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Opening):
+                self._tally.opened += 1
+                self._tally.note("opened", rank, offset, effect.record.why)
+            elif isinstance(effect, Dropped):
+                self._tally.unloaded += 1
+                self._tally.note("unloaded", rank, offset, effect.why)
+
+    def _unit(self, rank: str, making: _Making) -> RankUnit:
+        state = self._state.ranks[rank]
+        card = card_of(state, self._state.partition)
+        changed = card != self._state.cards.get(rank)
+        self._state.cards[rank] = card
+        kept = msgspec.structs.replace(state, tail=(), tail_from=-1) if state.tail else state
+        return RankUnit(
+            rank=rank,
+            model=state.entry.model if state.entry else "",
+            before=making.before,
+            after=stamp_of(state),
+            ops=tuple(making.ops),
+            now=_now_of(state),
+            state=_encoder.encode(_Blob(STATE_VERSION, kept)),
+            card=card if changed else None,
+            broker_ms=making.broker_ms,
+        )
+
+
+class _Home(NamedTuple):
+    """A parsed record key, with the partition where its rank belongs."""
+
+    rank: str
+    group: int | str | None
+    partition: int
+    lane_ok: bool
+
+
+@lru_cache(maxsize=KEYS_CACHED_MAX)
+def _home_of(raw_key: bytes | None, partitions: int) -> _Home:
+    key = parse_key(raw_key)
+    lane_ok = not isinstance(key.group, int) or 0 <= key.group <= GROUP_MAX
+    return _Home(key.rank_id, key.group, partition_of(key.replica, key.rank, partitions), lane_ok)
+
+
+def stamp_of(state: RankState) -> Stamp:
+    """Where a rank stands; NEVER for one of which nothing was accepted."""
+    return Stamp(state.owner, state.life[0], state.life[1], state.n)
+
+
+def card_of(state: RankState, partition: int) -> Card | None:
+    """The catalogue entry of a rank; None before its first Opened, when not even its model is known."""
+    entry = state.entry
+    if entry is None:
+        return None
+    uncertain = state.uncertain
+    if None in state.heard_gpu and len(state.heard_gpu) > 1:
+        uncertain = (*uncertain, MIXED_GROUPS)
+    return Card(
+        model=entry.model,
+        partition=partition,
+        stride=state.stride,
+        loaded=state.loaded,
+        suspended=state.suspended,
+        partial=state.partial,
+        uncertain=uncertain,
+        closed=state.closed,
+        groups=groups_of(state),
+        heard=state.heard,
+        hash_block_size=entry.hash_block_size,
+        alignment=entry.alignment,
+        partial_hash_hits=entry.partial_hash_hits,
+        full_reports=entry.full_reports,
+        engine_version=state.engine_version,
+        process=state.process,
+    )
+
+
+def groups_of(state: RankState) -> tuple[GroupSpec, ...]:
+    """The groups that have a part in a hit on this rank, the wire's facts laid under the entry's.
+
+    Numbered GPU events (or none yet): the entry's numbered groups and those heard. GPU events without a group: the
+    entry's group ``null``, by default one full-attention group. Offload events do not decide.
+    """
+    entry = {spec.group: spec for spec in state.entry.groups} if state.entry else {}
+    wire = {spec.group: spec for spec in state.groups}
+    numbers = {group for group in (*entry, *wire, *state.heard) if group is not None}
+    bare = None in state.heard_gpu and len(state.heard_gpu) == 1
+    if bare or (not numbers and None in entry):
+        spec = _lay(None, entry.get(None), wire.get(None))
+        return (spec if spec.kind else msgspec.structs.replace(spec, kind="full_attention"),)
+    return tuple(_lay(group, entry.get(group), wire.get(group)) for group in sorted(numbers))
+
+
+def _lay(group: int | None, entry: GroupSpec | None, wire: GroupSpec | None) -> GroupSpec:
+    over, under = entry or GroupSpec(group), wire or GroupSpec(group)
+    return GroupSpec(
+        group=group,
+        kind=under.kind if over.kind is None else over.kind,
+        block_size=under.block_size if over.block_size is None else over.block_size,
+        window=under.window if over.window is None else over.window,
+        chunk=under.chunk if over.chunk is None else over.chunk,
+        eagle=over.eagle or under.eagle,
+    )
+
+
+def _now_of(state: RankState) -> Now:
+    unplaced = tuple((lane_code(group), medium, count) for group, medium, count in state.unplaced)
+    return Now(*stamp_of(state), seq=state.seq, unplaced=unplaced)
+
+
+def _ops_of(effect: Effect) -> list[Op]:
+    """What one effect does to the index. Raises Poison for changes that no bridge of this contract writes."""
+    match effect:
+        case Opening():
+            return [Bind()]
+        case Dropped():
+            return [Drop()]
+        case Applied(group=str(), changes=changes):
+            return [_clear_of(change) for change in changes]
+        case Applied(group=group, changes=changes):
+            lane = lane_code(group)  # type: ignore[arg-type]  # the str case is above
+            return [_put_of(change, lane, run) for change in changes for run in _runs_of(change) if run.effective]
+
+
+def _clear_of(change: Change) -> Clear:
+    if change.op != CLEARED or not 0 <= change.medium < len(MEDIA):
+        msg = f"rank-wide change with op {change.op}, medium {change.medium}: only clears are rank-wide"
+        raise Poison(msg)
+    return Clear(MEDIA[change.medium])
+
+
+def _runs_of(change: Change) -> tuple[Run, ...]:
+    if change.op not in (STORED, REMOVED) or not 0 <= change.medium < len(MEDIA):
+        msg = f"change of a group with op {change.op}, medium {change.medium}"
+        raise Poison(msg)
+    return change.runs
+
+
+def _put_of(change: Change, lane: int, run: Run) -> Put:
+    """Effective bits only: the copies that the bridge counted away change nothing. Path keys before them stay."""
+    count, rest = divmod(len(run.keys), 8)
+    if (
+        rest
+        or run.position < 0
+        or run.position + count > SEGMENT_STRIDES
+        or run.effective >> count
+        or len(run.row) != 8
+        or len(run.parent) != 8
+        or (run.position == 0 and (run.keys[:8] != run.row or run.parent != _NO_PARENT))
+    ):
+        msg = f"run of {len(run.keys)} key bytes at position {run.position} with bits {run.effective:#x}"
+        raise Poison(msg)
+    used = run.effective.bit_length()
+    return Put(
+        add=change.op == STORED,
+        medium=MEDIA[change.medium],
+        lane=lane,
+        row=int.from_bytes(run.row, "big"),
+        position=run.position,
+        parent=int.from_bytes(run.parent, "big"),
+        keys=_KEYS[used].unpack_from(run.keys),
+        mask=run.effective,
+    )

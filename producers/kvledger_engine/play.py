@@ -1,0 +1,33 @@
+"""Pace the batches of a recording over a stand-in engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvledger_engine.recording import Published, Step
+from kvledger_engine.standin import StandIn
+
+
+def play(
+    engine: StandIn,
+    steps: Iterable[Step],
+    *,
+    batches_per_second: float | None,
+    clock: Callable[[], float],
+    wait: Callable[[float], bool],
+) -> int:
+    """Publish every batch in order and return how many; None plays as fast as the socket takes them.
+
+    ``wait(seconds)`` returns True to stop early. The pace is kept against the start, so that a late batch does not
+    delay those after it.
+    """
+    start, count = clock(), 0
+    for step in steps:
+        if not isinstance(step, Published):
+            continue
+        ahead = 0.0 if batches_per_second is None else start + count / batches_per_second - clock()
+        if wait(max(0.0, ahead)):
+            break
+        engine.publish(step.payload, step.topic, step.seq)
+        count += 1
+    return count

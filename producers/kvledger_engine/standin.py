@@ -294,11 +294,10 @@ class StandIn:
         socket.linger = 0
         return socket
 
-    @staticmethod
-    def _attach(socket: zmq.Socket[bytes], address: str, *, bind: bool) -> str:
-        """Bind or connect and return the actual address; a port that is just being freed is waited for."""
+    def _attach(self, socket: zmq.Socket[bytes], address: str, *, bind: bool) -> str:
+        """Bind or connect and return the actual address; a port of ours that is just being freed is waited for."""
         socket.setsockopt(zmq.IPV6, int("[" in address))
-        end = time.monotonic() + REBIND_SECONDS_MAX
+        end = time.monotonic() + (REBIND_SECONDS_MAX if self._thread is not None else 0.0)
         pause = threading.Event()
         while True:
             try:
@@ -307,7 +306,7 @@ class StandIn:
                     return address
                 socket.bind(address)
             except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE and not address.endswith(":0") and time.monotonic() < end:
+                if error.errno == zmq.EADDRINUSE and time.monotonic() < end:
                     pause.wait(0.02)
                     continue
                 socket.close(linger=0)

@@ -1,0 +1,38 @@
+# `make` lists what can be done. Each target sets up what it needs and can be run again.
+
+PYTHON ?= python3
+VENV := .venv/bin
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format pins clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv with everything in it (quick when nothing changed)
+	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; install Python 3.11 or newer (Debian, Ubuntu: apt-get install python3 python3-venv)" >&2; exit 1; }
+	@$(PYTHON) .make/environment.py
+
+demo: setup ## replay three recorded engines through Kafka, Faust and Redis, and compare with the engines' own answers
+	@$(VENV)/kvledger demo
+
+test: setup ## run all tests, against a real Kafka and Redis (PYTEST_ARGS='-k name' for some)
+	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy and the import rules
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports --no-cache
+
+format: setup ## let ruff rewrite what it can
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+pins: setup ## write the versions in .venv to constraints.txt
+	@$(VENV)/python .make/environment.py pins > constraints.new && mv constraints.new constraints.txt
+
+clean: ## delete .venv and what tools left; the download cache (~/.cache/kvledger) stays
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

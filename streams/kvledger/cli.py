@@ -14,10 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Final, NamedTuple
 
-from kvledger.errors import EXIT_INPUT, BadInput, exit_code
-
-EXIT_INTERRUPTED: Final = 130
-"""128 + SIGINT, what a shell reports for Ctrl-C."""
+from kvledger.errors import EXIT_INPUT, EXIT_INTERRUPTED, BadInput, exit_code
 
 EXIT_BROKEN_PIPE: Final = 141
 """128 + SIGPIPE: whoever read our output has left."""
@@ -48,29 +45,36 @@ COMMANDS: Final[dict[str, Command]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code; prints at most one line for an error of ours."""
+    """Run one command. Returns its exit code; an error of ours becomes its text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in arguments if not word.startswith("-")), "")
+    debug = os.environ.get(DEBUG) == "1"
     try:
-        parsed, module = _parse(arguments, name)
-        if module is None:
-            return EXIT_INPUT
-        status: int = module.run(parsed)
-        sys.stdout.flush()
+        try:
+            return _run(arguments, name)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _forget_stdout()
         return EXIT_BROKEN_PIPE
     except ModuleNotFoundError as error:
-        if os.environ.get(DEBUG) == "1" or _is_ours(error):
+        if debug or _is_ours(error):
             raise
         return _say(_missing(error, name), EXIT_INPUT)
     except Exception as error:
         code = exit_code(error)
-        if code is None or os.environ.get(DEBUG) == "1":
+        if debug or code is None:
             raise
         return _say(str(error), code)
+
+
+def _run(arguments: list[str], name: str) -> int:
+    parsed, module = _parse(arguments, name)
+    if module is None:
+        return EXIT_INPUT
+    status: int = module.run(parsed)
     return status
 
 

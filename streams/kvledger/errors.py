@@ -17,6 +17,9 @@ EXIT_SERVICE: Final = 1
 EXIT_INPUT: Final = 2
 """What the user gave is wrong; the same command fails again. argparse uses the same number."""
 
+EXIT_INTERRUPTED: Final = 130
+"""128 + SIGINT, what a shell reports for Ctrl-C."""
+
 PACKAGES: Final = frozenset(
     {
         "kvledger",

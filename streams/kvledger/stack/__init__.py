@@ -117,6 +117,11 @@ class Stack:
         return server
 
     @property
+    def processes(self) -> list[Process]:
+        """The local servers that were started here, for those who watch whether they live."""
+        return [one.process for one in self._started if isinstance(one, LocalKafka | LocalRedis)]
+
+    @property
     def folder(self) -> DataFolder:
         """The folder with data and logs, made and locked on first need."""
         if self._folder is None:

@@ -146,7 +146,7 @@ class Process:
     def obituary(self, what: str) -> str:
         """What became of the child, with the end of its log, for an error's text."""
         words = self.tail().rstrip() or "(it wrote nothing)"
-        return f"{self.name} {what}; the end of its log {self.log}:\n{words}"
+        return f"{self.name} {what}; the end of {self.log.name}:\n{words}"
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:

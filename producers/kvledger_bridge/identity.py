@@ -1,0 +1,78 @@
+"""What makes the blocks of an event different from others with the same tokens: adapter, salt, media (DESIGN §3).
+
+``extra_keys`` has one entry per hash. Its items are untagged: the LoRA name, multimodal ``(identifier, offset)`` pairs
+(bare identifiers in 0.17 and 0.18), the cache salt (block 0 only), a prompt-embeds digest (bytes). What cannot be told
+apart ends the part of the event that can be placed: a wrong key would be a false claim, a missing one is counted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvledger_bridge.decode import BlockStored, ExtraKey
+from kvledger_index.blockkeys import Extra
+
+
+class Identity(NamedTuple):
+    """``salt`` of the namespace (only where the span starts at token 0), ``extras`` positioned from the span's first
+    token (negative: started before it), and how many of the event's first blocks these describe fully.
+    """
+
+    salt: str | None
+    extras: tuple[Extra, ...]
+    blocks: int
+    pairs: bool
+    """Whether a pair was seen: this engine's bare strings are then never multimodal identifiers."""
+
+
+def identify(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) -> Identity:
+    """Read the event's adapter, salt and media.
+
+    ``pairs_known``: the engine is known to send multimodal items as pairs. ``multimodal`` False: it has none at all.
+    O(blocks + items).
+    """
+    if event.lora_id is not None and event.lora_name is None:
+        return Identity(None, (), 0, pairs=False)  # an adapter without a name: releases before 0.14
+    entries = event.extra_keys
+    count = len(event.block_hashes)
+    if entries is None or entries.count(None) == len(entries):
+        return Identity(None, (), count, pairs=False)
+    if len(entries) != count:
+        return Identity(None, (), 0, pairs=False)
+    pairs_known = pairs_known or event.group_idx is not None or _has_pair(entries)  # group numbers came after pairs
+    salt = None
+    extras: set[Extra] = set()  # an item is listed by every block that it covers
+    blocks = 0
+    for entry in entries:
+        words, found = _sort_out(entry or (), event.lora_name)
+        if words is None:
+            break
+        if words:
+            at_start = event.parent_block_hash is None and blocks == 0
+            if not (at_start and len(words) == 1 and (pairs_known or multimodal is False)):
+                break
+            salt = words[0]
+        extras.update((blocks * event.block_size + offset, identifier) for identifier, offset in found)
+        blocks += 1
+    return Identity(salt, tuple(sorted(extras)), blocks, pairs=_has_pair(entries))
+
+
+def _sort_out(entry: tuple[ExtraKey, ...], lora: str | None) -> tuple[list[str] | None, list[tuple[str, int]]]:
+    """The bare strings of one entry without the adapter's name, and its pairs; None: something else is in there."""
+    words: list[str] = []
+    pairs: list[tuple[str, int]] = []
+    for item in entry:
+        match item:
+            case str():
+                words.append(item)
+            case (str() as identifier, int() as offset):
+                pairs.append((identifier, offset))
+            case _:
+                return None, []
+    if lora is not None and words and words[0] == lora:
+        del words[0]
+    return words, pairs
+
+
+def _has_pair(entries: tuple[tuple[ExtraKey, ...] | None, ...]) -> bool:
+    return any(isinstance(item, tuple) for entry in entries if entry for item in entry)

@@ -1,0 +1,430 @@
+"""What one rank's cache holds within one life, and what each batch changed of it (DESIGN §3, §5).
+
+    Batch ──> lineage.place: names first, so that a dense event places the masked ones before it
+          ──> per event: copies counted per (lane, block); 0 -> 1 and 1 -> 0 are effective
+          ──> pieces: one per group, cut at a clear
+
+A lane is (group, medium). An engine announces every physical copy, stored and removed, so residency is a count; after
+the ledger everything has set semantics. Hashes without a key are counted too: *unplaced*, told, never claimed.
+Pure: no clock, no socket, no log. Raises nothing for what an engine may send; what it cannot use it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvledger_bridge.decode import AllBlocksCleared, Batch, BlockRemoved, BlockStored, low64
+from kvledger_bridge.lineage import Block, Lineage, Move, Span
+from kvledger_bridge.runs import OpenChange, Part, lay_out
+from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, ModelEntry, medium_of
+from kvledger_wire.partition import RANK_WIDE
+from kvledger_wire.records import ATTACHED, CLEARED, LIVE, REMOVED, STORED, Change
+
+PARENTS_MAX = 65_536
+"""Non-resident blocks whose names are kept, about 350 bytes each."""
+
+ORPHANS_MAX = 65_536
+"""Strides of tokens kept for dense events whose parent is unknown, 4 bytes per token."""
+
+REASONS_MAX = 32
+"""Reasons for doubt per life; each is given once."""
+
+_CLEARS = tuple(MEDIA.index(medium) for medium in MEDIA if medium != "storage")
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What one batch changed of one group (None: events without a group; ``*``: the whole rank, clears only).
+
+    ``unplaced`` restates, per medium code, how many hashes of the group are resident without a key after it.
+    ``spec`` is the group's facts, when they were first heard or changed; only GPU stores tell them.
+    ``uncertain`` are reasons, new in this life, why answers about the rank may be over.
+    """
+
+    group: int | str | None
+    changes: tuple[Change, ...]
+    unplaced: tuple[tuple[int, int], ...] = ()
+    spec: GroupSpec | None = None
+    uncertain: tuple[str, ...] = ()
+
+
+class Counts:
+    """Plain counters of one life, for telemetry; nothing is decided by them."""
+
+    __slots__ = (
+        "attached",
+        "clears",
+        "events_refused",
+        "removals_unknown",
+        "removed",
+        "retracted",
+        "stored",
+        "stored_unplaced",
+    )
+
+    def __init__(self) -> None:
+        self.stored = 0
+        self.stored_unplaced = 0
+        self.removed = 0
+        self.removals_unknown = 0
+        self.attached = 0
+        self.retracted = 0
+        self.clears = 0
+        self.events_refused = 0
+
+
+class _Lane:
+    """Copies in one (group, medium): of blocks, and of hashes without one."""
+
+    __slots__ = ("code", "copies", "gpu", "group", "unplaced")
+
+    def __init__(self, group: int | None, code: int) -> None:
+        self.group = group
+        self.code = code
+        self.gpu = code == 0
+        self.copies: dict[Block, int] = {}
+        self.unplaced: dict[int, int] = {}
+
+
+class _Draft:
+    """A group's changes since the batch began or was cut."""
+
+    __slots__ = ("changes", "spec")
+
+    def __init__(self) -> None:
+        self.changes: list[OpenChange] = []
+        self.spec: GroupSpec | None = None
+
+    def open(self, op: int, medium: int, origin: int) -> OpenChange:
+        """The change to extend: the last one where it is of the same kind."""
+        if self.changes:
+            last = self.changes[-1]
+            if last.op == op and last.medium == medium and last.origin == origin:
+                return last
+        change = OpenChange(op, medium, origin)
+        self.changes.append(change)
+        return change
+
+
+class Ledger:
+    """One rank's knowledge within one life; starts empty. Not thread-safe.
+
+    ``parents_max`` bounds non-resident blocks, ``orphans_max`` the strides of dense events that wait for their parent.
+    """
+
+    def __init__(self, entry: ModelEntry, *, parents_max: int = PARENTS_MAX, orphans_max: int = ORPHANS_MAX) -> None:
+        self.counts = Counts()
+        self.lineage = Lineage(entry, parents_max=parents_max, orphans_max=orphans_max)
+        self._entry = entry
+        self._counted = entry.copies == "counted"
+        self._named_sizes = {spec.group: spec.block_size for spec in entry.groups if spec.block_size}
+        self._lanes: dict[tuple[int | None, int], _Lane] = {}
+        self._specs: dict[int | None, GroupSpec] = {}
+        self._reasons: set[str] = set()
+        self._untold: list[str] = []
+        self._drafts: dict[int | None, _Draft] = {}
+        self._pieces: list[Piece] = []
+        self._parts: dict[Span, list[Part]] = {}
+        self._seq = -1
+        self._ts = 0.0
+
+    def apply(self, seq: int, batch: Batch, origin: int = LIVE) -> list[Piece]:
+        """Take one batch, the next in sequence order, exactly once; ``origin`` is LIVE or REPLAYED.
+
+        Returns the batch's pieces in the order of their records: all groups before a clear, in the order in which
+        they first changed, the clear, all groups after it. Nothing changed: an empty list. ``batch.failures`` are the
+        caller's: they mean that this batch is not known in full. O(blocks).
+        """
+        self._seq, self._ts = seq, batch.ts
+        self._drafts, self._pieces, self._parts = {}, [], {}
+        for tag in batch.unknown:
+            if tag not in self._entry.harmless_tags:
+                self._doubt(
+                    f"unknown event tag {tag}: list it in harmless_tags of the model entry if it changes no cache"
+                )
+        spans = self.lineage.place(batch.events)
+        moves = self.lineage.moves
+        for move in moves:
+            self._move(move)
+        # a span that was placed before a name of it was taken back is not to be trusted
+        by_hash = any(move.was is not None for move in moves)
+        for event, span in zip(batch.events, spans, strict=True):
+            match event:
+                case BlockStored():
+                    self._stored(event, span, origin, by_hash=by_hash)
+                case BlockRemoved():
+                    self._removed(event, origin)
+                case AllBlocksCleared():
+                    self._cleared(origin)
+        if self.lineage.twins:
+            self._doubt(
+                "one prefix under two engine hashes: this engine tells prompts apart (salt, adapter, media) by what it "
+                "does not publish"
+            )
+        self._cut()
+        self._parts = {}
+        self.lineage.trim()
+        return self._pieces
+
+    def take_uncertain(self) -> tuple[str, ...]:
+        """Reasons for doubt that no piece has carried yet; for the heartbeat of a batch without pieces."""
+        reasons = tuple(self._untold)
+        self._untold = []
+        return reasons
+
+    def resident(self, group: int | None, medium: str = "gpu") -> dict[int, int]:
+        """Copies by engine hash (low 64 bits) in one lane, placed or not. For tests and checkpoints; O(lane)."""
+        lane = self._lanes.get((group, MEDIA.index(medium_of(medium))))
+        if lane is None:
+            return {}
+        return {**{block.hash: copies for block, copies in lane.copies.items()}, **lane.unplaced}
+
+    def placed(self, group: int | None, medium: str = "gpu") -> dict[int, int]:
+        """Block key by engine hash of what is placed in one lane. For tests and checkpoints; O(lane)."""
+        lane = self._lanes.get((group, MEDIA.index(medium_of(medium))))
+        return {} if lane is None else {block.hash: block.key for block in lane.copies}
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """Groups that stored anything, in the order in which they were heard."""
+        return tuple(dict.fromkeys(group for group, _ in self._lanes))
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def _stored(self, event: BlockStored, span: Span | None, origin: int, *, by_hash: bool) -> None:
+        group = event.group_idx
+        if not self._nameable(group):
+            return
+        medium = medium_of(event.medium)
+        if medium == "gpu":
+            self._learn(event)
+        if not event.block_hashes:
+            return
+        lane = self._lane(group, MEDIA.index(medium))
+        change = self._draft(group).open(STORED, lane.code, origin)
+        names: Sequence[int]
+        if span is not None and span.blocks and not by_hash:
+            for part in self._parts_of(span):
+                change.add_part(part, self._count_part(lane, part))
+            names = [name for name, block in zip(span.hashes, span.blocks, strict=False) if block is None]
+            names += span.hashes[span.named :]
+        else:
+            names = span.hashes if span is not None else [low64(each) for each in event.block_hashes]
+        for name in names:
+            self._store_by_hash(lane, name, change)
+        if span is not None and span.start < 0:
+            self.lineage.hold(span)
+
+    def _count_part(self, lane: _Lane, part: Part) -> int:
+        """One copy more of each block of a part; returns which of them had none."""
+        copies = lane.copies
+        retain = self.lineage.retain
+        effective = 0
+        for bit, block in part.members:
+            have = copies.get(block)
+            if have is None:
+                copies[block] = 1
+                effective |= bit
+                retain(block)
+            elif self._counted:
+                copies[block] = have + 1
+        self.counts.stored += len(part.members)
+        return effective
+
+    def _store_by_hash(self, lane: _Lane, name: int, change: OpenChange) -> None:
+        block = self.lineage.find(name, gpu=lane.gpu)
+        if block is not None:
+            self.counts.stored += 1
+            change.add_block(block, name, effective=self._add(lane, block, 1))
+            return
+        self.counts.stored_unplaced += 1
+        have = lane.unplaced.get(name)
+        if have is None:
+            lane.unplaced[name] = 1
+            self.lineage.loosen(name)
+        elif self._counted:
+            lane.unplaced[name] = have + 1
+        change.add_unplaced(name)
+
+    def _removed(self, event: BlockRemoved, origin: int) -> None:
+        group = event.group_idx
+        if not self._nameable(group):
+            return
+        lane = self._lanes.get((group, MEDIA.index(medium_of(event.medium))))
+        if lane is None:
+            self.counts.removals_unknown += len(event.block_hashes)
+            return
+        change: OpenChange | None = None
+        for each in event.block_hashes:
+            name = low64(each)
+            block = self.lineage.find(name, gpu=lane.gpu)
+            have = lane.unplaced.get(name) if block is None else lane.copies.get(block)
+            if have is None:
+                self.counts.removals_unknown += 1
+                continue
+            self.counts.removed += 1
+            if change is None:
+                change = self._draft(group).open(REMOVED, lane.code, origin)
+            left = have - 1 if self._counted else 0
+            if block is None:
+                change.add_unplaced(name)
+                self._set_unplaced(lane, name, left)
+            else:
+                change.add_block(block, name, effective=not left)
+                if left:
+                    lane.copies[block] = left
+                else:
+                    del lane.copies[block]
+                    self.lineage.release(block)
+
+    def _cleared(self, origin: int) -> None:
+        """GPU, CPU and unknown media are empty from here on; storage outlives the engine."""
+        self.counts.clears += 1
+        self._cut()
+        for lane in self._lanes.values():
+            if lane.code in _CLEARS:
+                for block in lane.copies:
+                    self.lineage.release(block)
+                for name in lane.unplaced:
+                    self.lineage.tighten(name)
+                lane.copies.clear()
+                lane.unplaced.clear()
+        changes = tuple(Change(CLEARED, code, self._seq, self._ts, origin=origin) for code in _CLEARS)
+        self._pieces.append(Piece(RANK_WIDE, changes, uncertain=self.take_uncertain()))
+
+    def _move(self, move: Move) -> None:
+        """Follow a hash from one block, or from none, to another, or to none. No copy comes or goes."""
+        for lane in self._lanes.values():
+            copies = 0
+            if move.was is not None and (move.now is None or not lane.gpu):
+                copies = lane.copies.pop(move.was, 0)
+                if copies:
+                    self.counts.retracted += 1
+                    self.lineage.release(move.was)
+                    change = self._draft(lane.group).open(REMOVED, lane.code, ATTACHED)
+                    change.add_block(move.was, move.hash, effective=True)
+            if copies:
+                if move.hash not in lane.unplaced:
+                    self.lineage.loosen(move.hash)
+                lane.unplaced[move.hash] = lane.unplaced.get(move.hash, 0) + copies
+            if move.now is None or self.lineage.find(move.hash, gpu=lane.gpu) is not move.now:
+                continue
+            copies = lane.unplaced.get(move.hash, 0)
+            if copies:
+                self._set_unplaced(lane, move.hash, 0)
+                self.counts.attached += 1
+                change = self._draft(lane.group).open(STORED, lane.code, ATTACHED)
+                change.add_block(move.now, move.hash, effective=self._add(lane, move.now, copies))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def _lane(self, group: int | None, code: int) -> _Lane:
+        lane = self._lanes.get((group, code))
+        if lane is None:
+            lane = self._lanes[group, code] = _Lane(group, code)
+            if code == 0 and len({group is None for group, medium in self._lanes if medium == 0}) > 1:
+                self._doubt(
+                    "GPU events with a group number and without one: name the engine's groups in the model entry"
+                )
+        return lane
+
+    def _add(self, lane: _Lane, block: Block, copies: int) -> bool:
+        """``copies`` more of a block; whether it had none."""
+        have = lane.copies.get(block)
+        if have is None:
+            lane.copies[block] = copies
+            self.lineage.retain(block)
+            return True
+        if self._counted:
+            lane.copies[block] = have + copies
+        return False
+
+    def _set_unplaced(self, lane: _Lane, name: int, copies: int) -> None:
+        if copies:
+            lane.unplaced[name] = copies
+        else:
+            del lane.unplaced[name]
+            self.lineage.tighten(name)
+
+    def _learn(self, event: BlockStored) -> None:
+        """What a GPU store says of its group: kind, window, and the largest block size, as pieces have smaller ones."""
+        group, size = event.group_idx, event.block_size
+        kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        have = self._specs.get(group)
+        if (
+            have is not None
+            and size <= (have.block_size or 0)
+            and (kind is None or kind == have.kind)
+            and (window is None or window == have.window)
+        ):
+            return
+        old = have or GroupSpec(group)
+        spec = GroupSpec(
+            group,
+            kind if kind is not None else old.kind,
+            max(size, old.block_size or 0) or None,
+            window if window is not None else old.window,
+        )
+        self._specs[group] = spec
+        self._draft(group).spec = spec
+        word = "none" if group is None else group
+        if size % self.lineage.stride:
+            self._doubt(
+                f"stride {self.lineage.stride} does not divide block size {size} of group {word}: set hash_block_size "
+                f"or the block_size of every group in the model entry"
+            )
+        named = self._named_sizes.get(group)
+        if named is not None and size > named:
+            self._doubt(
+                f"group {word} has blocks of {size} tokens where the model entry says {named}: correct block_size there"
+            )
+
+    def _nameable(self, group: int | None) -> bool:
+        if group is None or 0 <= group <= GROUP_MAX:
+            return True
+        self.counts.events_refused += 1
+        self._doubt(f"group_idx {group} is outside 0..{GROUP_MAX}: its events are ignored")
+        return False
+
+    def _doubt(self, reason: str) -> None:
+        if reason in self._reasons:
+            return
+        if len(self._reasons) >= REASONS_MAX:
+            reason = f"more than {REASONS_MAX} reasons for doubt"
+            if reason in self._reasons:
+                return
+        self._reasons.add(reason)
+        self._untold.append(reason)
+
+    # -- pieces ---------------------------------------------------------------------------------------------------
+
+    def _draft(self, group: int | None) -> _Draft:
+        draft = self._drafts.get(group)
+        if draft is None:
+            draft = self._drafts[group] = _Draft()
+        return draft
+
+    def _parts_of(self, span: Span) -> list[Part]:
+        parts = self._parts.get(span)
+        if parts is None:
+            parts = self._parts[span] = lay_out(span)
+        return parts
+
+    def _cut(self) -> None:
+        """Turn the drafts into pieces; the first takes the reasons that nobody was told yet."""
+        drafts, self._drafts = self._drafts, {}
+        for group, draft in drafts.items():
+            self._pieces.append(
+                Piece(
+                    group,
+                    tuple([change.finish(self._seq, self._ts) for change in draft.changes]),
+                    self._unplaced_of(group),
+                    draft.spec,
+                    self.take_uncertain(),
+                )
+            )
+
+    def _unplaced_of(self, group: int | None) -> tuple[tuple[int, int], ...]:
+        lanes = (self._lanes.get((group, code)) for code in range(len(MEDIA)))
+        return tuple([(lane.code, len(lane.unplaced)) for lane in lanes if lane is not None and lane.unplaced])

@@ -1,0 +1,417 @@
+"""From engine hashes to block keys: names, the LRU of what may still be a parent, and orphans (DESIGN §3).
+
+A hash is *named* by a dense event (hashes x block size = tokens) whose start is known: null parent (token 0), or a
+parent that is named itself. Every other event, masked or without tokens, only finds names. Names by GPU events are
+*strong*. Other tiers leave salts, adapters and media out of their events, so theirs are *weak*: they serve lower tiers,
+never a GPU lane, and give way to a strong one.
+
+A dense event with an unknown parent is an orphan: kept while one of its hashes is resident without a key, within
+``orphans_max``, and named as soon as its parent is. Nothing is ever named from a guessed start.
+
+Residency is the ledger's; it tells the lineage by ``Block.refs`` and by ``hold``, ``loosen``, ``tighten``, ``release``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvledger_bridge.decode import BlockStored, Event, low64
+from kvledger_bridge.identity import identify
+from kvledger_index.blockkeys import Extra, extend, root_key, token_bytes
+from kvledger_index.errors import InvalidInput
+from kvledger_index.model import ModelEntry, medium_of
+
+SEGMENT_MASK = 15
+"""Strides per segment, less one: place of a stride within its segment."""
+
+
+class Block:
+    """One block key with what a removal, which brings a hash only, has to say of it.
+
+    ``row`` is the first key of its segment, ``parent`` the stride key before it, ``end`` the strides from token 0 to
+    its end. ``refs`` counts the lanes in which it is resident. ``hash`` is the first name it got.
+    """
+
+    __slots__ = ("end", "hash", "key", "parent", "refs", "row")
+
+    def __init__(self, name: int, key: int, row: int, parent: int, end: int) -> None:
+        self.hash = name
+        self.key = key
+        self.row = row
+        self.parent = parent
+        self.end = end
+        self.refs = 0
+
+
+class Span:
+    """A dense event that tells its own identity: ``hashes`` name ``per`` strides of ``tokens`` each.
+
+    ``parent`` is a hash, None where ``root`` is the key of the namespace. ``named`` of the hashes can be placed.
+    Once its start is known: ``keys`` of all their strides, from stride ``start`` on, the key ``before`` them, the
+    ``row`` that was open there, and ``blocks`` (None: a hash that was seen under two keys).
+    """
+
+    __slots__ = (
+        "before",
+        "blocks",
+        "extras",
+        "gpu",
+        "hashes",
+        "held",
+        "keys",
+        "live",
+        "named",
+        "parent",
+        "per",
+        "root",
+        "row",
+        "size",
+        "start",
+        "tokens",
+    )
+
+    def __init__(self, hashes: tuple[int, ...], parent: int | None, root: int, per: int, *, gpu: bool) -> None:
+        self.hashes = hashes
+        self.parent = parent
+        self.root = root
+        self.per = per
+        self.gpu = gpu
+        self.tokens = b""
+        self.extras: tuple[Extra, ...] = ()
+        self.named = 0
+        self.keys: list[int] = []
+        self.start = -1
+        self.before = 0
+        self.row = 0
+        self.blocks: list[Block | None] = []
+        self.size = len(hashes) * per
+        self.live = 0
+        self.held = False
+
+
+class Move(NamedTuple):
+    """A hash got a name (``was`` None), lost it (``now`` None: seen under two keys), or changed a weak name for a
+    strong one (both set: this concerns lower tiers only).
+    """
+
+    hash: int
+    was: Block | None
+    now: Block | None
+
+
+class Lineage:
+    """The names of one rank in one life. Not thread-safe; every method is O(1) per block."""
+
+    def __init__(self, entry: ModelEntry, *, parents_max: int, orphans_max: int) -> None:
+        self.stride = entry.stride
+        self.loose: dict[int, int] = {}
+        """Hashes that are resident without a name -> in how many lanes."""
+        self.moves: list[Move] = []
+        """What the last ``place`` changed for hashes that were resident, or that lost their name."""
+        self.twins = 0
+        self.unreadable = 0
+        self.orphans_dropped = 0
+        self._entry = entry
+        self._parents_max = parents_max
+        self._orphans_max = orphans_max
+        self._strong: dict[int, Block] = {}
+        self._weak: dict[int, Block] = {}
+        self._keys: dict[int, Block] = {}
+        self._others: dict[Block, list[int]] = {}  # further names, rare
+        self._ambiguous: dict[int, None] = {}
+        self._idle: OrderedDict[Block, None] = OrderedDict()
+        self._created: list[Block] = []
+        self._pairs_known = False
+        self._orphans: dict[int, list[Span]] = {}
+        self._orphan_of: dict[int, Span] = {}
+        self._orphan_order: OrderedDict[Span, None] = OrderedDict()
+        self._orphan_size = 0
+        self._last: tuple[BlockStored, Span] | None = None
+
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def find(self, name: int, *, gpu: bool) -> Block | None:
+        """The block of a hash, as a lane of that kind may know it."""
+        block = self._strong.get(name)
+        if block is None and not gpu:
+            block = self._weak.get(name)
+        return block
+
+    def place(self, events: Sequence[Event]) -> list[Span | None]:
+        """Name whatever the dense events of a batch name, in whatever order their parents come.
+
+        Returns one entry per event: its span, or None where it can only be found by hash. A span without ``blocks``
+        has an unknown parent: ``hold`` it once its hashes are stored. ``moves`` tells what this changed.
+        """
+        self.moves = []
+        self._last = None
+        waiting: dict[int, list[Span]] = {}
+        spans: list[Span | None] = []
+        for event in events:
+            span = self._span(event) if isinstance(event, BlockStored) and event.token_ids else None
+            spans.append(span)
+            if span is None or span.start >= 0 or span.named == 0:
+                continue
+            if span.parent is None:
+                self._grow(span, span.root, 0, 0, waiting)
+                continue
+            parent = self.find(span.parent, gpu=span.gpu)
+            if parent is None:
+                kin = waiting.setdefault(span.parent, [])
+                if not kin or kin[-1] is not span:
+                    kin.append(span)
+                continue
+            if not parent.refs and parent in self._idle:
+                self._idle.move_to_end(parent)
+            self._grow(span, parent.key, parent.end, parent.row, waiting)
+        return spans
+
+    def _span(self, event: BlockStored) -> Span | None:
+        """The event as a span; None where it is masked, cut across strides, or of an identity that cannot be told."""
+        size = event.block_size
+        hashes = event.block_hashes
+        if not size or not hashes or len(hashes) * size != len(event.token_ids) or size % self.stride:
+            return None
+        if event.lookahead_token_ids:
+            return None  # its hashes also cover tokens that come after the block
+        gpu = medium_of(event.medium) == "gpu"
+        if self._last is not None and self._last[1].gpu == gpu and _same(self._last[0], event):
+            return self._last[1]  # groups of equal block size repeat each other's event
+        identity = identify(event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal)
+        self._pairs_known = self._pairs_known or identity.pairs
+        parent = event.parent_block_hash
+        span = Span(
+            tuple([low64(each) for each in hashes]),
+            None if parent is None else low64(parent),
+            root_key(self._entry.model, event.lora_name, identity.salt) if parent is None else 0,
+            size // self.stride,
+            gpu=gpu,
+        )
+        span.named = identity.blocks
+        span.extras = identity.extras
+        try:
+            span.tokens = token_bytes(event.token_ids)
+        except InvalidInput:
+            span.named = 0
+        if span.named < len(hashes):
+            self.unreadable += 1
+        self._last = (event, span)
+        return span
+
+    def _grow(self, span: Span, key: int, start: int, row: int, waiting: dict[int, list[Span]]) -> None:
+        """Name the hashes of ``span``, then of everything that waited for one of them, without recursion."""
+        work = [(span, key, start, row)]
+        while work:
+            span, key, start, row = work.pop()
+            self._assign(span, key, start, row)
+            if not (waiting or self._orphans):
+                continue
+            for name, block in zip(span.hashes, span.blocks, strict=False):
+                if block is None:
+                    continue
+                for place in (waiting, self._orphans):
+                    kin = place.get(name)
+                    if kin is None:
+                        continue
+                    ready = [each for each in kin if span.gpu or not each.gpu]
+                    for each in ready:
+                        self._forget_orphan(each)
+                        work.append((each, block.key, block.end, block.row))
+                    rest = [each for each in kin if each not in ready]
+                    if rest:
+                        place[name] = rest
+                    else:
+                        place.pop(name, None)
+
+    def _assign(self, span: Span, key: int, start: int, row: int) -> None:
+        """Compute the keys of a span that starts at stride ``start`` after ``key``, and name its blocks."""
+        per = span.per
+        count = span.named * per
+        tokens = span.tokens if span.named == len(span.hashes) else span.tokens[: count * self.stride * 4]
+        keys = extend(key, tokens, self.stride, extras=span.extras)
+        span.tokens = b""
+        if not span.gpu and self._contradicts(span, keys):
+            span.named = 0
+            return
+        blocks: list[Block | None] = []
+        known = self._strong
+        at = per - 1
+        for name in span.hashes[: span.named]:
+            block = known.get(name)
+            if block is None or block.key != keys[at]:
+                first = at - ((start + at) & SEGMENT_MASK)
+                made = Block(
+                    name,
+                    keys[at],
+                    keys[first] if first >= 0 else row,
+                    keys[at - 1] if at else key,
+                    start + at + 1,
+                )
+                block = self._name(name, made, gpu=span.gpu)
+            blocks.append(block)
+            at += per
+        span.keys, span.start, span.row, span.before, span.blocks = keys, start, row, key, blocks
+
+    def _contradicts(self, span: Span, keys: list[int]) -> bool:
+        """Whether a lower tier's tokens would give a known hash another key: then the known one stands."""
+        per = span.per
+        for i, name in enumerate(span.hashes[: span.named]):
+            block = self.find(name, gpu=False)
+            if block is not None and block.key != keys[(i + 1) * per - 1]:
+                self.unreadable += 1
+                return True
+        return False
+
+    def _name(self, name: int, made: Block, *, gpu: bool) -> Block | None:
+        """Give ``name`` the block that ``made`` describes; None where it has two."""
+        if name in self._ambiguous:
+            return None
+        was = self._strong.get(name)
+        if was is not None:
+            if was.key == made.key:
+                return was
+            del self._strong[name]
+            self._unname(name, was)
+            self._ambiguous[name] = None
+            self.moves.append(Move(name, was, None))
+            return None
+        was = self._weak.get(name)
+        if not gpu and was is not None:
+            return was
+        block = self._keys.get(made.key)
+        if block is None:
+            block = self._keys[made.key] = made
+            self._created.append(made)
+        elif was is not block:
+            if gpu and self._has_strong(block):
+                self.twins += 1
+            self._others.setdefault(block, []).append(name)
+        if was is not None:
+            del self._weak[name]
+            if was is not block:
+                self._unname(name, was)
+        (self._strong if gpu else self._weak)[name] = block
+        if name in self.loose or (was is not None and was is not block):
+            self.moves.append(Move(name, None if was is block else was, block))
+        return block
+
+    def _has_strong(self, block: Block) -> bool:
+        names = (block.hash, *self._others.get(block, ()))
+        return any(self._strong.get(each) is block for each in names)
+
+    def _unname(self, name: int, block: Block) -> None:
+        """``name`` no longer means ``block``; a block without names is forgotten."""
+        others = self._others.get(block, [])
+        if name == block.hash and others:
+            block.hash = others.pop(0)
+        elif name in others:
+            others.remove(name)
+        else:
+            self._keys.pop(block.key, None)
+            self._idle.pop(block, None)
+        if not others:
+            self._others.pop(block, None)
+
+    # -- what the ledger tells ------------------------------------------------------------------------------------
+
+    def hold(self, span: Span) -> None:
+        """Keep an orphan whose hashes were just stored without a key."""
+        if span.held or span.start >= 0 or span.parent is None or not span.named:
+            return
+        for name in span.hashes:
+            if name in self.loose and name not in self._orphan_of:
+                self._orphan_of[name] = span
+                span.live += 1
+        if not span.live:
+            return
+        span.held = True
+        self._orphans.setdefault(span.parent, []).append(span)
+        self._orphan_order[span] = None
+        self._orphan_size += span.size
+
+    def loosen(self, name: int) -> None:
+        """``name`` became resident without a key in one more lane."""
+        self.loose[name] = self.loose.get(name, 0) + 1
+
+    def tighten(self, name: int) -> None:
+        """``name`` is no longer resident without a key in one lane."""
+        lanes = self.loose[name] - 1
+        if lanes:
+            self.loose[name] = lanes
+            return
+        del self.loose[name]
+        span = self._orphan_of.pop(name, None)
+        if span is not None:
+            span.live -= 1
+            if not span.live:
+                self._drop_orphan(span)
+
+    def retain(self, block: Block) -> None:
+        """``block`` became resident in one more lane."""
+        if not block.refs:
+            self._idle.pop(block, None)
+        block.refs += 1
+
+    def release(self, block: Block) -> None:
+        """``block`` is no longer resident in one lane."""
+        block.refs -= 1
+        if not block.refs and self._keys.get(block.key) is block:
+            self._idle[block] = None
+
+    def trim(self) -> None:
+        """End of a batch: keep non-resident names, orphans and doubtful hashes within their limits, oldest go first."""
+        for block in self._created:
+            if not block.refs and self._keys.get(block.key) is block:
+                self._idle[block] = None
+        self._created = []
+        self._last = None
+        while len(self._idle) > self._parents_max:
+            block, _ = self._idle.popitem(last=False)
+            del self._keys[block.key]
+            for name in (block.hash, *self._others.pop(block, ())):
+                for names in (self._strong, self._weak):
+                    if names.get(name) is block:
+                        del names[name]
+        while self._orphan_size > self._orphans_max:
+            self.orphans_dropped += 1
+            self._drop_orphan(next(iter(self._orphan_order)))
+        while len(self._ambiguous) > self._parents_max:
+            del self._ambiguous[next(iter(self._ambiguous))]
+
+    # -- orphans --------------------------------------------------------------------------------------------------
+
+    def _drop_orphan(self, span: Span) -> None:
+        self._forget_orphan(span)
+        if span.parent is None:
+            return
+        kin = self._orphans.get(span.parent, [])
+        if span in kin:
+            kin.remove(span)
+            if not kin:
+                del self._orphans[span.parent]
+
+    def _forget_orphan(self, span: Span) -> None:
+        """Undo ``hold``, but for the list of its parent's orphans."""
+        if not span.held:
+            return
+        span.held = False
+        del self._orphan_order[span]
+        self._orphan_size -= span.size
+        for name in span.hashes:
+            if self._orphan_of.get(name) is span:
+                del self._orphan_of[name]
+
+
+def _same(one: BlockStored, other: BlockStored) -> bool:
+    """Whether two events say the same of which hashes name which tokens."""
+    return (
+        one.block_hashes == other.block_hashes
+        and one.parent_block_hash == other.parent_block_hash
+        and one.block_size == other.block_size
+        and one.token_ids == other.token_ids
+        and one.lora_name == other.lora_name
+        and one.lora_id == other.lora_id
+        and one.extra_keys == other.extra_keys
+    )

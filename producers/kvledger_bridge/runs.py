@@ -1,0 +1,143 @@
+"""Blocks -> the runs and changes of the log (``kvledger_wire.records``): segments cut, adjacent blocks joined."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+from kvledger_bridge.lineage import SEGMENT_MASK, Block, Span
+from kvledger_wire.records import Change, Run
+
+_PACK = [Struct(f">{count}Q") for count in range(SEGMENT_MASK + 2)]
+_pack_one = _PACK[1].pack
+_NO_PARENT = bytes(8)
+
+
+class Part(NamedTuple):
+    """What one segment of a span says in any lane; ``members`` pairs each block with its bit."""
+
+    row: bytes
+    position: int
+    parent: bytes
+    keys: bytes
+    blocks: int
+    hashes: bytes
+    members: tuple[tuple[int, Block], ...]
+
+
+def lay_out(span: Span) -> list[Part]:
+    """Cut a placed span at segment borders; ``span.before`` is the key before its first.
+
+    Segments in which no block ends say nothing; keys after the last block end of a segment are left to the block that
+    they belong to.
+    """
+    keys, per, start = span.keys, span.per, span.start
+    packed = Struct(f">{len(keys)}Q").pack(*keys)
+    parts: list[Part] = []
+    open_at = 0  # first key of the open segment
+    mask = 0
+    members: list[tuple[int, Block]] = []
+    names: list[int] = []
+
+    def close() -> None:
+        if not mask:
+            return
+        position = (start + open_at) & SEGMENT_MASK
+        last = open_at + mask.bit_length()
+        if position == 0:
+            row, parent = packed[open_at * 8 : open_at * 8 + 8], _NO_PARENT
+        else:
+            row, parent = _pack_one(span.row), _pack_one(span.before)
+        bytes_of_names = _PACK[len(names)].pack(*names)
+        parts.append(Part(row, position, parent, packed[open_at * 8 : last * 8], mask, bytes_of_names, tuple(members)))
+
+    for i, block in enumerate(span.blocks):
+        at = (i + 1) * per - 1
+        segment = at - ((start + at) & SEGMENT_MASK)
+        if segment > open_at:
+            close()
+            open_at, mask, members, names = segment, 0, [], []
+        if block is not None:
+            bit = 1 << (at - open_at)
+            mask |= bit
+            members.append((bit, block))
+            names.append(span.hashes[i])
+    close()
+    return parts
+
+
+class OpenChange:
+    """A change that is still collecting: one kind of event of one lane.
+
+    Blocks that come one by one join a run while they follow each other on a path, in either direction: engines evict
+    a chain from its end.
+    """
+
+    __slots__ = ("_chain", "_direction", "_effective", "_names", "medium", "op", "origin", "runs", "unplaced")
+
+    def __init__(self, op: int, medium: int, origin: int) -> None:
+        self.op = op
+        self.medium = medium
+        self.origin = origin
+        self.runs: list[Run] = []
+        self.unplaced = bytearray()
+        self._chain: list[Block] = []
+        self._names: list[int] = []
+        self._effective: list[bool] = []
+        self._direction = 0
+
+    def add_part(self, part: Part, effective: int) -> None:
+        """One segment of a span."""
+        if self._chain:
+            self._close()
+        self.runs.append(Run(part.row, part.position, part.parent, part.keys, part.blocks, effective, part.hashes))
+
+    def add_block(self, block: Block, name: int, *, effective: bool) -> None:
+        """A block that was found by its hash ``name``."""
+        if self._chain:
+            last = self._chain[-1]
+            joins = 0
+            if last.row == block.row:
+                if block.parent == last.key and block.end == last.end + 1:
+                    joins = 1
+                elif last.parent == block.key and last.end == block.end + 1:
+                    joins = -1
+            if not joins or self._direction == -joins:
+                self._close()
+            else:
+                self._direction = joins
+        self._chain.append(block)
+        self._names.append(name)
+        self._effective.append(effective)
+
+    def add_unplaced(self, name: int) -> None:
+        """A hash without a key."""
+        self.unplaced += _pack_one(name)
+
+    def finish(self, seq: int, ts: float) -> Change:
+        """The change as the log has it."""
+        if self._chain:
+            self._close()
+        return Change(self.op, self.medium, seq, ts, tuple(self.runs), bytes(self.unplaced), self.origin)
+
+    def _close(self) -> None:
+        chain, names, effective = self._chain, self._names, self._effective
+        if self._direction < 0:
+            chain.reverse()
+            names.reverse()
+            effective.reverse()
+        first = chain[0]
+        position = (first.end - 1) & SEGMENT_MASK
+        count = len(chain)
+        self.runs.append(
+            Run(
+                _pack_one(first.row),
+                position,
+                _pack_one(first.parent) if position else _NO_PARENT,
+                _PACK[count].pack(*[block.key for block in chain]),
+                (1 << count) - 1,
+                sum(1 << i for i, each in enumerate(effective) if each),
+                _PACK[count].pack(*names),
+            )
+        )
+        self._chain, self._names, self._effective, self._direction = [], [], [], 0

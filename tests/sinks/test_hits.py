@@ -6,6 +6,7 @@ serve), tried length by length; with EAGLE, the section transcribed line by line
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from math import ceil, gcd, lcm
 from typing import NamedTuple
@@ -215,10 +216,10 @@ def transcribed(case: Case) -> int:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, eagle: bool) -> Case:
-    """One to four groups with strides to spare, mostly resident, so that long hits are common."""
+def cases(draw: st.DrawFn) -> Case:
+    """One to four groups without EAGLE, mostly resident, so that long hits are common."""
     partial = draw(st.booleans())
-    chunked = not eagle and not partial and draw(st.integers(0, 4)) == 0
+    chunked = not partial and draw(st.integers(0, 4)) == 0
     one_size = draw(st.sampled_from([STRIDE, 2 * STRIDE])) if chunked else 0
     groups = []
     for number in range(draw(st.integers(1, 4))):
@@ -234,7 +235,6 @@ def cases(draw: st.DrawFn, *, eagle: bool) -> Case:
                 block_size=size,
                 window=draw(st.integers(1, 40)) if kind == "sliding_window" else None,
                 chunk=size * draw(st.integers(1, 4)) if kind == "chunked_local_attention" else None,
-                eagle=eagle and kind != "mamba" and draw(st.booleans()),
             )
         )
     tokens = draw(st.integers(1, 32 * STRIDE))
@@ -248,7 +248,7 @@ def cases(draw: st.DrawFn, *, eagle: bool) -> Case:
 
 
 @settings(max_examples=400, deadline=None)
-@given(cases(eagle=False))
+@given(cases())
 def test_the_hit_is_the_largest_length_that_every_group_serves(case: Case) -> None:
     """One full set at most where pieces count: two would depend on their order, which that sentence leaves out."""
     assume(not case.partial or len({g.block_size for g in case.groups if g.kind == "full_attention"}) < 2)
@@ -256,14 +256,40 @@ def test_the_hit_is_the_largest_length_that_every_group_serves(case: Case) -> No
     assert ours(case) == largest_served(case)
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.booleans().flatmap(lambda eagle: cases(eagle=eagle)))
-def test_the_rule_equals_the_specification_line_by_line(case: Case) -> None:
+def random_case(rng: random.Random) -> Case:
+    """Layouts where EAGLE, alignment and windows meet; holes are few, so that the fixed point takes several rounds."""
+    partial = rng.random() < 0.4
+    groups = []
+    for number in range(rng.randint(1, 4)):
+        kind = rng.choice(["full_attention", "mamba", "sliding_window", "sliding_window"])
+        size = STRIDE if partial and kind == "sliding_window" else STRIDE * rng.randint(1, 4)
+        wide = rng.randint(1, 40) if kind == "sliding_window" else None
+        eagle = kind != "mamba" and rng.random() < 0.6
+        groups.append(GroupSpec(group=number, kind=kind, block_size=size, window=wide, eagle=eagle))
+    tokens = rng.randint(1, 32 * STRIDE)
+    held: dict[int | None, frozenset[int]] = {}
+    for g in groups:
+        kept = rng.choice([0.5, 0.9, 0.97, 1.0])
+        held[g.group] = frozenset(end for end in range(STRIDE, tokens + 1, STRIDE) if rng.random() < kept)
+    return Case(tuple(groups), held, tokens, partial)
+
+
+def test_the_rule_equals_the_specification_line_by_line() -> None:
+    """Seeded cases, many: what tells a wrong EAGLE margin or alignment from a right one is one case in a thousand."""
+    rng = random.Random(7)
+    wrong = [case for case in (random_case(rng) for _ in range(12_000)) if ours(case) != transcribed(case)]
+
+    assert wrong == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_the_rule_equals_the_specification_with_chunks_too(case: Case) -> None:
     assert ours(case) == transcribed(case)
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases(eagle=False), st.data())
+@given(cases(), st.data())
 def test_more_residency_never_shortens_a_hit(case: Case, data: st.DataObject) -> None:
     """What the bounds for unplaced hashes rest on: absent and present enclose the truth (no EAGLE)."""
     ends = [(i + 1) * STRIDE for i in range(case.tokens // STRIDE)]
@@ -276,6 +302,21 @@ def test_more_residency_never_shortens_a_hit(case: Case, data: st.DataObject) ->
     assert before is not None
     assert after is not None
     assert after >= before
+
+
+def test_more_residency_never_shortens_a_hit_with_eagle_either() -> None:
+    rng = random.Random(11)
+    shorter = []
+    for _ in range(6_000):
+        case = random_case(rng)
+        group = rng.choice(case.groups).group
+        everything = frozenset(range(STRIDE, case.tokens + 1, STRIDE))
+        more = everything if rng.random() < 0.5 else case.held[group] | set(list(everything)[:2])
+        before, after = ours(case), ours(case._replace(held={**case.held, group: more}))
+        if before is None or after is None or after < before:
+            shorter.append(case)
+
+    assert shorter == []
 
 
 def full(group: int | None = 0, size: int = 4, *, eagle: bool = False) -> GroupSpec:
@@ -451,7 +492,7 @@ def test_explain_blames_nobody_where_only_the_cap_ends_the_hit() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases(eagle=False))
+@given(cases())
 def test_a_limit_that_explain_names_is_one(case: Case) -> None:
     """Every missing span is really missing, and a hit short of the cap has somebody to blame."""
     rule = compile_rule(case.groups, stride=STRIDE, hash_block_size=h_of(case), partial_hash_hits=case.partial)

@@ -19,16 +19,15 @@ import msgspec
 
 from kvledger_index.blockkeys import SEGMENT_STRIDES
 from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, lane_code
-from kvledger_index.units import Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step
+from kvledger_index.units import STEP_OPS_MAX, Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step
 from kvledger_streams.errors import UnreadableState
 from kvledger_wire.accept import Applied, Dropped, Effect, Opening, RankState, accept, unload
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import parse_key, partition_of
-from kvledger_wire.records import CLEARED, REMOVED, STORED, Change, EventRecord, Run, decode_event
+from kvledger_wire.records import CLEARED, REMOVED, STORED, Change, EventRecord, Events, Lived, Run, decode_event
 
-OPS_PER_STEP_MAX = 4_096
-"""A step is cut after the record that reaches this. Redis applies about 0.2-3 M blocks a second, a run of 16 being one
-op: a step keeps it busy for some ten milliseconds."""
+OPS_PER_STEP_MAX = STEP_OPS_MAX
+"""A step is cut before the record that would exceed this; a single unit above it makes a step of its own."""
 
 RANKS_PER_STEP_MAX = 256
 """The same for ranks: each one carries its state and perhaps a card, about 1 KB."""
@@ -167,8 +166,14 @@ def fold(
     for offset, broker_ms, key, value in records:
         if offset < state.read:
             continue
+        tally.records += 1
         state.broker_ms = max(state.broker_ms, broker_ms)
-        cut.take(offset, broker_ms, key, value)
+        home = cut.locate(offset, key)
+        if home is not None:
+            record = cut.read(offset, home, value)
+            if cut.crowded(home, record):
+                yield cut.step(at_end=False)
+            cut.take(offset, broker_ms, home, record)
         state.read = offset + 1
         if cut.full:
             yield cut.step(at_end=False)
@@ -200,13 +205,43 @@ class _Cut:
     def full(self) -> bool:
         return self._ops >= OPS_PER_STEP_MAX or len(self._making) >= RANKS_PER_STEP_MAX
 
-    def take(self, offset: int, broker_ms: int, raw_key: bytes | None, value: bytes | None) -> None:
+    def locate(self, offset: int, raw_key: bytes | None) -> _Home | None:
+        """Whose record this is; None where nobody can be told, or where the rank lives in another partition."""
+        state = self._state
+        try:
+            home = _home_of(raw_key, state.partitions)
+        except Poison as error:
+            self._tally.unreadable_keys += 1
+            self._tally.note("unreadable_key", "", offset, str(error))
+            return None
+        if home.partition != state.partition:
+            self._tally.misplaced += 1
+            why = f"in partition {state.partition}, its place is {home.partition} of {state.partitions}"
+            self._tally.note("misplaced", home.rank, offset, why)
+            return None
+        return home
+
+    def read(self, offset: int, home: _Home, value: bytes | None) -> EventRecord | None:
+        try:
+            if not home.lane_ok:
+                msg = f"record key names group {home.group}, highest is {GROUP_MAX}"
+                raise Poison(msg)  # noqa: TRY301 - the same end as for bytes that do not decode
+            return decode_event(value)
+        except Poison as error:
+            self._tally.unreadable_values += 1
+            self._tally.note("unreadable_value", home.rank, offset, str(error))
+            return None
+
+    def crowded(self, home: _Home, record: EventRecord | None) -> bool:
+        """Whether this record would carry a step that holds something beyond its limit."""
+        if not self._ops or not isinstance(record, Events) or not record.end:
+            return False
+        rank = self._state.ranks.get(home.rank)
+        size = _size_of(record) + sum(_size_of(each) for _, each in (rank.tail if rank else ()))
+        return self._ops + size > OPS_PER_STEP_MAX
+
+    def take(self, offset: int, broker_ms: int, home: _Home, record: EventRecord | None) -> None:
         """One record: what it does goes to its rank's unit."""
-        self._tally.records += 1
-        home = self._locate(offset, raw_key)
-        if home is None:
-            return
-        record = self._read(offset, home, value)
         rank = self._state.ranks.get(home.rank)
         if rank is None:
             if record is None:
@@ -249,33 +284,6 @@ class _Cut:
         self._making = {}
         self._ops = 0
         return step
-
-    def _locate(self, offset: int, raw_key: bytes | None) -> _Home | None:
-        """Whose record this is; None where nobody can be told, or where the rank lives in another partition."""
-        state = self._state
-        try:
-            home = _home_of(raw_key, state.partitions)
-        except Poison as error:
-            self._tally.unreadable_keys += 1
-            self._tally.note("unreadable_key", "", offset, str(error))
-            return None
-        if home.partition != state.partition:
-            self._tally.misplaced += 1
-            why = f"in partition {state.partition}, its place is {home.partition} of {state.partitions}"
-            self._tally.note("misplaced", home.rank, offset, why)
-            return None
-        return home
-
-    def _read(self, offset: int, home: _Home, value: bytes | None) -> EventRecord | None:
-        try:
-            if not home.lane_ok:
-                msg = f"record key names group {home.group}, highest is {GROUP_MAX}"
-                raise Poison(msg)  # noqa: TRY301 - the same end as for bytes that do not decode
-            return decode_event(value)
-        except Poison as error:
-            self._tally.unreadable_values += 1
-            self._tally.note("unreadable_value", home.rank, offset, str(error))
-            return None
 
     def _effects(
         self, rank: RankState, home: _Home, record: EventRecord | None, offset: int
@@ -419,6 +427,11 @@ def _ops_of(effect: Effect) -> list[Op]:
         case Applied(group=group, changes=changes):
             lane = lane_code(group)  # type: ignore[arg-type]  # the str case is above
             return [_put_of(change, lane, run) for change in changes for run in _runs_of(change) if run.effective]
+
+
+def _size_of(record: Lived) -> int:
+    """Ops that a record may become, at most."""
+    return sum(max(1, len(change.runs)) for change in record.changes) if isinstance(record, Events) else 1
 
 
 def _clear_of(change: Change) -> Clear:

@@ -323,7 +323,25 @@ def test_a_unit_is_never_split(monkeypatch: pytest.MonkeyPatch) -> None:
     rank.batch(*((group, "gpu", "store", KEYS, 0, 40) for group in range(5)))
     steps = steps_of(log)
 
-    assert [sum(len(unit.ops) for unit in step.units) for step in steps] == [16, 0]
+    assert [sum(len(unit.ops) for unit in step.units) for step in steps] == [1, 15, 0]
+
+
+def test_a_step_of_several_ranks_never_exceeds_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record that would carry it over waits for the next step, and its rank stands before it in this one."""
+    monkeypatch.setattr(folding, "OPS_PER_STEP_MAX", 6)
+    rank, log = opened_rank()
+    other = RankLog(log, "pod-b")
+    other.open()
+    other.batch((0, "gpu", "store", KEYS, 0, 40))
+    rank.batch((0, "gpu", "store", KEYS, 0, 40))
+    rank.beat()
+    steps = steps_of(log)
+
+    assert [[(unit.rank, len(unit.ops), unit.after.n) for unit in step.units] for step in steps] == [
+        [("pod-a/0", 1, 0), ("pod-b/0", 4, 1)],
+        [("pod-a/0", 3, 2)],
+    ]
+    assert (steps[0].read, steps[0].restart) == (3, 3)
 
 
 def test_the_newest_log_time_is_the_partitions_not_the_ranks() -> None:
@@ -681,5 +699,6 @@ def test_limits_do_not_change_what_is_written(seed: int, length: int, ops: int, 
     (large,) = steps_of(log)
     last = {unit.rank: unit for step in small for unit in step.units}
 
+    assert all(len(step.units) <= 1 or sum(len(unit.ops) for unit in step.units) <= ops for step in small)
     assert (small[-1].read, small[-1].restart) == (large.read, large.restart)
     assert {rank: unit.state for rank, unit in last.items()} == {unit.rank: unit.state for unit in large.units}

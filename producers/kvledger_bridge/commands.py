@@ -1,0 +1,131 @@
+"""What a session is told about its rank, and what it asks its caller to do. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from kvledger_bridge.unit import Piece
+from kvledger_index.model import ModelEntry
+from kvledger_wire.records import EventRecord, ReplicaRecord
+
+
+class Rank(NamedTuple):
+    """Who a session is about."""
+
+    replica: str
+    rank: int
+    entry: ModelEntry
+    replay: bool
+    """Whether there is a replay endpoint."""
+    process: bool = False
+    """Whether the caller can read the identity of the engine's process."""
+
+
+class Ledger(Protocol):
+    """One rank's knowledge within one life."""
+
+    def apply(self, seq: int, batch: Any, origin: int) -> Sequence[Piece]:
+        """The effective changes of one batch, grouped; empty where nothing changed."""
+
+    def take_uncertain(self) -> tuple[str, ...]:
+        """Reasons that no piece could carry."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one session; seconds are monotonic."""
+
+    idle_probe_seconds: float = 1.0
+    """A rank without a live batch for so long is asked for its last one: well below the 3 s of ``exact`` answers."""
+    replay_seconds_max: float = 2.0
+    """Silence after which a replay request counts as unanswered; an idle engine answers within 0.1 s."""
+    retry_seconds_min: float = 0.1
+    retry_seconds_max: float = 2.0
+    """Back-off between requests that did not help; the upper end bounds how late a restart is noticed."""
+    hole_tries_max: int = 3
+    """Replays without progress before a hole counts as lost."""
+    live_batches_max: int = 10_000
+    live_bytes_max: int = 64 * 2**20
+    replay_bytes_max: int = 64 * 2**20
+    """Above these the caller stops reading; what the engine then drops is a hole, which replay fills."""
+    open_known_max: int = 16_384
+    """Digests kept while the seam is open: more than the 10 000 batches of a default replay buffer."""
+    sewn_known_max: int = 256
+    """Digests kept once it is closed: enough to tell a duplicate from another life."""
+
+
+class Write(NamedTuple):
+    """Produce ``record`` to the rank's partition of the events topic, with the key of ``group``."""
+
+    group: int | str | None
+    record: EventRecord
+
+
+class Announce(NamedTuple):
+    """Produce to the replicas topic: a claim under the rank's key, a pointer under (rank, owner)."""
+
+    record: ReplicaRecord
+
+
+class OpenData(NamedTuple):
+    """Close the live socket, if there is one, and open a new one: nothing queued before may be seen again."""
+
+
+class AskReplay(NamedTuple):
+    """Send one replay request."""
+
+    start: int
+
+
+class DropReplay(NamedTuple):
+    """Throw the replay socket away: whatever still comes on it is stale."""
+
+
+class AskProcess(NamedTuple):
+    """Read the identity of the engine's process from the engine itself; answer with ``identified``."""
+
+
+class CloseAll(NamedTuple):
+    """Close both sockets: another bridge owns the rank."""
+
+
+class DeadLetter(NamedTuple):
+    """A batch that could not be read. ``raw`` is for operators who opted in, and for nothing else."""
+
+    seq: int
+    reason: str
+    digest: bytes
+    raw: bytes
+
+
+class Note(NamedTuple):
+    """Something an operator should see that no record says."""
+
+    code: str
+    text: str
+
+
+Command = Write | Announce | OpenData | AskReplay | DropReplay | AskProcess | CloseAll | DeadLetter | Note
+
+
+class Counts(msgspec.Struct):
+    """Plain totals since the session began; the caller logs them."""
+
+    live: int = 0
+    replayed: int = 0
+    overlaps: int = 0
+    holes: int = 0
+    lost: int = 0
+    undecodable: int = 0
+    failed_events: int = 0
+    unknown_events: int = 0
+    malformed: int = 0
+    contradictions: int = 0
+    seam_mismatches: int = 0
+    unanswered: int = 0
+    probes: int = 0
+    lives: int = 0
+    suspended: int = 0
+    claims: int = 0

@@ -1,0 +1,594 @@
+"""The session of one rank: frames and events in, records and commands out (DESIGN §4). Pure; the caller owns all I/O.
+
+One turn of the caller, for each rank:
+
+    read live frames      -> live()                       queued only
+    read replay frames    -> replayed(), replay_ended()   queued only
+    drain the monitor     -> connected(), disconnected()  a disconnect throws away what was queued
+    step(now)             -> commands to execute, in order; only here batches are applied
+
+Reading before draining and draining before stepping is what makes a restart visible that looks contiguous
+(``...4 | 5...``). Batches are applied in sequence order, exactly once:
+
+* every replay request starts at the last covered batch, whose bytes must be equal, else it is another life;
+* on a connection live batches count once one of them is byte-equal to a batch that is covered (the *seam*);
+* a hole has one replay in flight, every sequence of its answer is checked, and after bounded tries it becomes a Gap;
+* a quiet rank is asked again and again for its last batch, as that may be the lost one;
+* a disconnect or an unanswered request suspends the rank at once; only proof or a new life ends that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvledger_bridge.commands import (
+    Announce,
+    AskProcess,
+    AskReplay,
+    CloseAll,
+    Command,
+    Counts,
+    DropReplay,
+    Ledger,
+    Limits,
+    Note,
+    OpenData,
+    Rank,
+    Write,
+)
+from kvledger_bridge.continuity import OWNING, First, Known, Move, Nothing, Phase, Process, after, judge
+from kvledger_bridge.errors import Bug
+from kvledger_bridge.lifelog import LifeLog, digest_of
+from kvledger_index.model import ModelEntry
+from kvledger_wire.partition import RANK_WIDE
+from kvledger_wire.records import (
+    LIVE,
+    REPLAYED,
+    SCHEMA,
+    Claim,
+    EventRecord,
+    Fence,
+    Life,
+    Opened,
+    Pointer,
+    ReplicaRecord,
+)
+
+
+class _Ask(msgspec.Struct):
+    """The replay in flight, and what was known when it was asked.
+
+    ``expected`` is the highest live sequence that was at hand then: an honest answer reaches it. ``beyond`` is the
+    first batch after a hole inside the answer; what follows it is not applied.
+    """
+
+    start: int
+    known: Known
+    heard_at: float
+    expected: int
+    written: tuple[Life, int]
+    frames: int = 0
+    fresh: bool = False
+    beyond: tuple[int, bytes] | None = None
+
+
+class _End(NamedTuple):
+    """The END marker among the queued replay frames."""
+
+
+class Session:
+    """One rank from claim to close. Not thread-safe; see the module's docstring for the order of calls."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        decode: Callable[[bytes], Any],
+        ledger: Callable[[ModelEntry], Ledger],
+        bridge: str,
+        version: str = "",
+        limits: Limits | None = None,
+    ) -> None:
+        self.rank = rank
+        self.phase = Phase.CLAIMING
+        self.counts = Counts()
+        self.attached = False
+        self._limits = limits or Limits()
+        self._bridge = bridge
+        self._version = version
+        self._why = "first contact"
+        self._out: list[Command] = [OpenData()]
+        self._log = LifeLog(rank, self._out, self.counts, decode=decode, ledger=ledger)
+        # what was read and not applied
+        self._live: deque[tuple[int, bytes]] = deque()
+        self._live_bytes = 0
+        self._answers: deque[tuple[int, bytes] | _End] = deque()
+        self._answer_bytes = 0
+        # the present connection
+        self._sewn = False
+        self._seen: dict[int, bytes] = {}
+        self._identity: str | None = None
+        self._identity_read = self._identity_asked = False
+        # requests
+        self._ask: _Ask | None = None
+        self._again = False
+        self._stuck = self._silent = 0
+        self._retry_at = self._probe_at = 0.0
+        # ownership
+        self._awaited: EventRecord | ReplicaRecord | None = None
+        self._fence = self._foreign = -1
+        self._claim_at, self._claim_tries = 0.0, 0
+        self._now = 0.0
+
+    # ---- what the caller saw
+
+    def live(self, seq: int, payload: bytes) -> None:
+        """A batch on the live socket."""
+        if self.rank.replay and self.phase not in OWNING:
+            return  # replay will bring it
+        self._live.append((seq, payload))
+        self._live_bytes += len(payload)
+
+    def replayed(self, seq: int, payload: bytes) -> None:
+        """A batch of the answer to the replay in flight; without one it is stale, and dropped."""
+        if self._ask is None:
+            self.counts.malformed += 1
+            return
+        self._ask.fresh = True
+        self._answers.append((seq, payload))
+        self._answer_bytes += len(payload)
+
+    def replay_ended(self) -> None:
+        """The END marker of an answer."""
+        if self._ask is None:
+            self.counts.malformed += 1
+            return
+        self._ask.fresh = True
+        self._answers.append(_End())
+
+    def malformed(self) -> None:
+        """A message that is none: counted, never fatal."""
+        self.counts.malformed += 1
+
+    def connected(self) -> None:
+        """The live socket has a peer. What it sends counts only once the seam is closed."""
+        if self.attached:
+            self.disconnected()  # a second publisher on one address: nothing tells their batches apart
+        self.attached, self._sewn = True, False
+        if self.rank.replay:
+            self._clear_live()  # replay brings it; without a replay endpoint it may be the start of a life
+        self._forget_identity()
+        self._retry_at = self._probe_at = 0.0
+
+    def disconnected(self) -> None:
+        """The live socket lost its peer: everything read so far, on both sockets, proves nothing any more."""
+        self.attached = self._sewn = False
+        self._clear_live()
+        self._forget_identity()
+        self._drop_ask()
+        self._doubt("disconnected")
+        self._retry_at = 0.0
+
+    def identified(self, identity: str | None) -> None:
+        """The answer to AskProcess; None: it could not be read."""
+        if not self._identity_asked:
+            return  # it was read on an earlier connection
+        self._identity_asked = False
+        self._identity, self._identity_read = identity, True
+        if self.phase is not Phase.SUSPECT or self.rank.replay:
+            return
+        same = judge(self._log.known(), Process(identity))
+        if same is None:
+            self._identity_read = False
+            self._back_off()
+        elif same:
+            self._prove("process")
+        else:
+            self._new_life("the engine's process is another one")
+
+    def acknowledged(self, record: EventRecord | ReplicaRecord, offset: int) -> None:
+        """Kafka holds ``record`` at ``offset``. Acknowledgements of earlier owners and lives are ignored."""
+        if isinstance(record, Opened) and record.life == self.life:
+            # written only now: a pointer counts only if what it names is there
+            self._out.append(Announce(Pointer(SCHEMA, self.owner, self._fence, offset)))
+        if record is not self._awaited:
+            return
+        self._awaited = None
+        match record:
+            case Claim():
+                self._claimed(offset)
+            case Pointer():
+                self._move(Move.POINTED)
+                fence = Fence(SCHEMA, self.owner, self._bridge, self._version, self._why)
+                self._awaited = fence
+                self._out.append(Write(RANK_WIDE, fence))
+            case Fence():
+                # Here the ledger will be restored from the pointer up to this fence, and the life be resumed.
+                self._move(Move.FENCED)
+                self._fence, self._claim_tries, self._retry_at = offset, 0, 0.0
+            case _:
+                msg = f"a {type(record).__name__} was awaited"
+                raise Bug(msg)
+
+    def failed(self, record: EventRecord | ReplicaRecord, why: str) -> None:
+        """Kafka does not hold ``record``: what this owner wrote has a hole, so the rank is claimed anew."""
+        if record is self._awaited or (record.owner == self.owner and self.phase in OWNING):
+            self.release(f"delivery failed: {why}")
+
+    def release(self, why: str) -> None:
+        """Claim anew: the producer was rebuilt, or a record of this owner is lost. Ends in a new life."""
+        if self.phase is Phase.CLOSED:
+            return
+        self._move(Move.RELEASED)
+        self._unsay()
+        self._log.own(-1)
+        self._fence, self._why = -1, why
+        self._claim_tries += 1
+        self._claim_at = self._now + self._pause(self._claim_tries)
+        self._reopen()
+
+    def superseded(self, owner: int) -> None:
+        """Another bridge claimed the rank at ``owner``: the higher claim wins."""
+        self._foreign = max(self._foreign, owner)
+        if self.phase is Phase.CLOSED or self.owner < 0 or self._foreign < self.owner:
+            return  # without an own number yet, the acknowledgement of the claim decides
+        self._close()
+
+    # ---- what the caller asks
+
+    @property
+    def owner(self) -> int:
+        """The own number; -1 while it is not known."""
+        return self._log.owner
+
+    @property
+    def life(self) -> Life:
+        """The life that records are written for."""
+        return self._log.life
+
+    @property
+    def last(self) -> int:
+        """The last engine sequence that the log covers; -1: none."""
+        return self._log.seq
+
+    @property
+    def wants_live(self) -> bool:
+        """False: leave further live frames where they are."""
+        return len(self._live) < self._limits.live_batches_max and self._live_bytes < self._limits.live_bytes_max
+
+    @property
+    def wants_replay(self) -> bool:
+        """False: leave further replay frames where they are."""
+        return self._answer_bytes < self._limits.replay_bytes_max
+
+    @property
+    def asking(self) -> bool:
+        """Whether a replay is in flight."""
+        return self._ask is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether another step would do something at once, or an acknowledgement is awaited."""
+        ready = self._live and self.phase is Phase.FOLLOWING and (self._sewn or not self._ask)
+        return bool(self._answers or ready or self._out or self._awaited is not None)
+
+    def step(self, now: float, *, batches_max: int, may_ask: bool = True) -> list[Command]:
+        """Apply at most ``batches_max`` batches and return the commands due, in order.
+
+        ``may_ask`` False defers a new replay request: the bridge has enough of them in flight. O(batches).
+        """
+        if self._ask is not None and (self._ask.fresh or now - self._now > self._limits.replay_seconds_max / 2):
+            # an answer is not late because nobody was looking
+            self._ask.fresh, self._ask.heard_at = False, now
+        self._now = now
+        if self.phase is Phase.CLAIMING:
+            self._claim()
+        elif self.phase in OWNING:
+            left = self._take_answers(batches_max)
+            self._take_live(left)
+            self._watch_answer()
+            self._request(may_ask=may_ask)
+        out = list(self._out)
+        self._out.clear()
+        return out
+
+    # ---- ownership
+
+    def _claim(self) -> None:
+        if self._awaited is None and self._now >= self._claim_at:
+            self._awaited = Claim(SCHEMA, -1, self._bridge, self._version)
+            self.counts.claims += 1
+            self._out.append(Announce(self._awaited))
+
+    def _claimed(self, offset: int) -> None:
+        self._log.own(offset)
+        if self._foreign > offset:
+            self._close()
+            return
+        self._move(Move.CLAIMED)
+        # Here the pointer of the highest earlier owner will be read and inherited. With nothing to inherit: log start.
+        self._awaited = Pointer(SCHEMA, self.owner, -1, -1)
+        self._out.append(Announce(self._awaited))
+
+    def _close(self) -> None:
+        self._move(Move.SUPERSEDED)
+        self._clear_live()
+        self._drop_answers()
+        self._unsay()
+        self._out += [Note("superseded", f"owner {self._foreign} is above {self.owner}"), CloseAll()]
+
+    def _unsay(self) -> None:
+        """Forget records that were not handed out: this owner writes no more."""
+        self._awaited = None
+        self._out[:] = [command for command in self._out if not isinstance(command, Write | Announce)]
+
+    # ---- answers of the replay endpoint
+
+    def _take_answers(self, left: int) -> int:
+        while self._answers and self._ask is not None and left > 0:
+            item = self._answers.popleft()
+            if isinstance(item, _End):
+                self._finish(self._ask, ended=True)
+            else:
+                left -= 1
+                self._answer_bytes -= len(item[1])
+                self._answer(self._ask, *item)
+        return left
+
+    def _answer(self, ask: _Ask, seq: int, payload: bytes) -> None:
+        """One batch of the answer, in the order of the answer; the first one is the proof."""
+        digest = digest_of(payload)
+        ask.frames += 1
+        if self.phase is Phase.OPENING:
+            if seq > 0:  # the buffer begins later: start at the oldest batch at hand
+                self._open(seq, digest, partial=True, why=f"{self._why}; the replay buffer begins at {seq}")
+                return
+            self._open(-1, b"", partial=False, why=self._why)
+        elif ask.frames == 1:
+            if not judge(ask.known, First(seq, digest)):
+                self._new_life(f"replay({ask.start}) does not begin with the batch that was covered last")
+                return
+            self._prove("replay")
+        self._remember(seq, digest)
+        if seq <= self.last or ask.beyond is not None:
+            return
+        if seq > self.last + 1:
+            self.counts.holes += 1
+            ask.beyond = (seq, payload)
+            return
+        self.counts.replayed += 1
+        self._log.cover(seq, payload, digest, REPLAYED)
+
+    def _finish(self, ask: _Ask, *, ended: bool) -> None:
+        """The answer is over, by END or by silence after some of it; what is missing is asked for again."""
+        self._drop_answers()
+        self._silent = 0
+        self._probe_at = self._now + self._limits.idle_probe_seconds
+        if ask.frames == 0:
+            if self.phase is Phase.OPENING:
+                self._open(-1, b"", partial=False, why=self._why)
+            elif not judge(ask.known, Nothing()):
+                self._new_life(f"replay({ask.start}) does not hold the batch that was covered last")
+                return
+            else:
+                self._prove("replay")
+        complete = ended and ask.beyond is None and self.last >= ask.expected
+        self._again = not complete
+        if complete or self.last > ask.known.seq:
+            self._stuck = 0
+        else:
+            self._stuck += 1
+            self._retry_at = self._now + self._pause(self._stuck)
+        if self._stuck >= self._limits.hole_tries_max:
+            self._give_up(ask)
+        elif complete and ask.written == (self.life, self._log.n):
+            self._log.beat()
+
+    def _give_up(self, ask: _Ask) -> None:
+        """Replay does not help. A batch beyond the hole starts a partial life; without one the rank is suspect."""
+        self._stuck, self._again = 0, False
+        at = ask.beyond
+        if self._sew() and self._live and (at is None or self._live[0][0] < at[0]):
+            at = self._live[0]
+        if at is not None and at[0] > self.last + 1:
+            self._log.lose(*at)
+            self._again, self._retry_at = True, self._now
+        elif self._live and not self._sewn:
+            self._part("the live socket shows batches that replay does not have")
+        else:
+            self._doubt("replay does not finish")
+            self._back_off()
+
+    def _watch_answer(self) -> None:
+        ask = self._ask
+        if ask is None or self._answers or self._now - ask.heard_at <= self._limits.replay_seconds_max:
+            return
+        self._out.append(DropReplay())
+        if ask.frames:
+            self._finish(ask, ended=False)
+            return
+        self._drop_answers()
+        self.counts.unanswered += 1
+        self._doubt("replay unanswered")
+        self._back_off()
+
+    def _request(self, *, may_ask: bool) -> None:
+        """Ask for what is due now, if anything: one replay in flight, or the process."""
+        if not self.rank.replay:
+            self._request_process()
+            return
+        if self._ask is not None or self._now < self._retry_at or not may_ask:
+            return
+        if self.phase is Phase.FOLLOWING:
+            hole = bool(self._live) and self._live[0][0] > self.last + 1
+            waiting = self._again or hole or (bool(self._live) and not self._sewn)
+            if not waiting and self._now < self._probe_at:
+                return
+            self.counts.holes += hole and self._sewn
+            self.counts.probes += not waiting
+        start = 0 if self.phase is Phase.OPENING else max(self.last, 0)
+        expected = self._live[-1][0] if self._live and self.phase is Phase.FOLLOWING else -1
+        self._ask = _Ask(start, self._log.known(), self._now, expected, (self.life, self._log.n))
+        self._out.append(AskReplay(start))
+
+    def _request_process(self) -> None:
+        if self.phase is Phase.SUSPECT and not self.rank.process:
+            self._new_life("the connection broke, and without a replay endpoint nothing proves the same engine")
+        wanted = self.rank.process and self.attached and self.phase is not Phase.FOLLOWING
+        if wanted and not (self._identity_read or self._identity_asked) and self._now >= self._retry_at:
+            self._identity_asked = True
+            self._out.append(AskProcess())
+
+    # ---- live batches
+
+    def _take_live(self, left: int) -> None:
+        if self.phase is Phase.OPENING and not self.rank.replay:
+            self._open_live()
+        while self._live and left > 0 and self.phase is Phase.FOLLOWING and self._sew():
+            seq, payload = self._live[0]
+            if seq > self.last + 1 and self.rank.replay:
+                return  # a hole: replay first
+            self._pop_live()
+            if seq <= self.last:
+                self._overlap(seq, payload)
+                continue
+            left -= 1
+            self.counts.live += 1
+            self._probe_at = self._now + self._limits.idle_probe_seconds
+            if seq > self.last + 1:
+                self.counts.holes += 1
+                self._log.lose(seq, payload)
+            else:
+                digest = digest_of(payload)
+                self._remember(seq, digest)
+                self._log.cover(seq, payload, digest, LIVE)
+
+    def _open_live(self) -> None:
+        """Without a replay endpoint a life opens with the first live batch."""
+        if not self._live or (self.rank.process and not self._identity_read):
+            return
+        seq, payload = self._live[0]
+        if seq == 0:
+            self._open(-1, b"", partial=False, why=self._why)
+            return
+        self._pop_live()
+        self._open(seq, digest_of(payload), partial=True, why=f"{self._why}; the first live batch is {seq}")
+
+    def _overlap(self, seq: int, payload: bytes) -> None:
+        """A sequence that is covered already: a duplicate, unless its bytes are known to be others."""
+        self.counts.overlaps += 1
+        known = self._seen.get(seq)
+        if known is not None and known != digest_of(payload):
+            self._part(f"batch {seq} came again with other bytes")
+
+    def _sew(self) -> bool:
+        """Close the seam if a waiting live batch is byte-equal to a known one; a mismatch parts live and replay."""
+        if self._sewn or not self.rank.replay:
+            return True  # without replay: the life began on this connection, or its process was read on it
+        while self._live:
+            seq, payload = self._live[0]
+            known = self._seen.get(seq)
+            if known is None and seq > self.last:
+                return False  # replay has to bring it first
+            if known is None:
+                self._pop_live()
+            elif known == digest_of(payload):
+                self._sewn = True
+                self._shorten(self._limits.sewn_known_max)
+                return True
+            else:
+                self._part(f"live and replay differ in batch {seq}")
+                return False
+        return False
+
+    def _part(self, why: str) -> None:
+        """Live and replay show different lives: which of them is there now only new connections can tell."""
+        self.counts.seam_mismatches += 1
+        self._out.append(Note("seam_mismatch", why))
+        self._doubt(why)
+        self._reopen()
+        self._back_off()
+
+    # ---- lives
+
+    def _open(self, seq: int, digest: bytes, *, partial: bool, why: str) -> None:
+        self._move(Move.OPENED)
+        self._log.open(seq, digest, partial=partial, why=why, process=self._identity)
+        self._seen.clear()
+        if seq >= 0:
+            self._remember(seq, digest)
+        self._probe_at = self._now + self._limits.idle_probe_seconds
+
+    def _doubt(self, why: str) -> None:
+        """Continuity is unknown from here on; written at once, and once."""
+        if self.phase is Phase.FOLLOWING:
+            self._move(Move.DOUBTED)
+            self._log.suspend(why)
+
+    def _prove(self, how: str) -> None:
+        if self.phase is Phase.SUSPECT:
+            self._move(Move.PROVEN)
+            self._log.resume(how)
+
+    def _new_life(self, why: str) -> None:
+        """Not the life that we know: a new socket first, then from the start."""
+        self._doubt(why)
+        self._move(Move.BROKEN)
+        self._log.forget()
+        self._why = why
+        self._reopen()
+        self._retry_at = self._now
+
+    def _reopen(self) -> None:
+        self._clear_live()
+        self._drop_ask()
+        self._seen.clear()
+        self._forget_identity()
+        self.attached = self._sewn = self._again = False
+        self._stuck = 0
+        self._out.append(OpenData())
+
+    # ---- small ones
+
+    def _move(self, move: Move) -> None:
+        self.phase = after(self.phase, move)
+
+    def _remember(self, seq: int, digest: bytes) -> None:
+        self._seen[seq] = digest
+        self._shorten(self._limits.sewn_known_max if self._sewn else self._limits.open_known_max)
+
+    def _shorten(self, batches_max: int) -> None:
+        while len(self._seen) > batches_max:
+            del self._seen[next(iter(self._seen))]
+
+    def _forget_identity(self) -> None:
+        self._identity, self._identity_read, self._identity_asked = None, False, False
+
+    def _pop_live(self) -> None:
+        self._live_bytes -= len(self._live.popleft()[1])
+
+    def _clear_live(self) -> None:
+        self._live.clear()
+        self._live_bytes = 0
+
+    def _drop_answers(self) -> None:
+        self._ask = None
+        self._answers.clear()
+        self._answer_bytes = 0
+
+    def _drop_ask(self) -> None:
+        if self._ask is not None:
+            self._drop_answers()
+            self._out.append(DropReplay())
+
+    def _back_off(self) -> None:
+        self._silent += 1
+        self._retry_at = self._now + self._pause(self._silent)
+
+    def _pause(self, tries: int) -> float:
+        factor = float(1 << min(tries - 1, 16))
+        return min(self._limits.retry_seconds_max, self._limits.retry_seconds_min * factor)

@@ -1,0 +1,198 @@
+"""What one owner writes about one rank: lives, numbered records, and the ledger behind them. Pure.
+
+Every method appends to ``out`` what has to be produced, in order. Records of a life are numbered without holes from
+0 (Opened). Whether something may be written at all is the session's business, not this module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import xxhash
+
+from kvledger_bridge.commands import Command, Counts, DeadLetter, Ledger, Note, Rank, Write
+from kvledger_bridge.continuity import Known
+from kvledger_bridge.errors import Undecodable
+from kvledger_bridge.unit import Covered, Piece, records
+from kvledger_index.model import ModelEntry
+from kvledger_wire.accept import NO_LIFE
+from kvledger_wire.partition import RANK_WIDE
+from kvledger_wire.records import LIVE, SCHEMA, Gap, Heartbeat, Life, Opened, Resumed, Suspended
+
+Policy = Literal["invalidate", "keep"]
+
+
+def digest_of(payload: bytes) -> bytes:
+    """XXH3-128 of a batch's raw bytes."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+class LifeLog:
+    """One owner's view of one rank. ``seq`` and ``digest`` are the last covered batch; -1 and empty: none."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        out: list[Command],
+        counts: Counts,
+        *,
+        decode: Callable[[bytes], Any],
+        ledger: Callable[[ModelEntry], Ledger],
+    ) -> None:
+        self.rank = rank
+        self.owner = -1
+        self.life: Life = NO_LIFE
+        self.n = -1
+        self.seq = -1
+        self.digest = b""
+        self.partial = False
+        self.process: str | None = None
+        self._opened = 0
+        self._out = out
+        self._counts = counts
+        self._decode = decode
+        self._new_ledger = ledger
+        self._ledger = ledger(rank.entry)
+        self._reasons: list[str] = []
+        self._noted: set[str] = set()
+
+    def own(self, owner: int) -> None:
+        """A new owner number (-1: none yet); its lives are counted from 1."""
+        self.owner, self._opened = owner, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """The life is over; the next record has to be an Opened."""
+        self.life, self.n, self.seq, self.digest, self.process = NO_LIFE, -1, -1, b"", None
+
+    def known(self) -> Known:
+        """What a proof of the same life is held against."""
+        return Known(self.seq, self.digest, self.process)
+
+    # ---- records
+
+    def open(self, seq: int, digest: bytes, *, partial: bool, why: str, process: str | None) -> None:
+        """A new, empty life that begins after batch ``seq`` (-1: before the first)."""
+        self._opened += 1
+        self._counts.lives += 1
+        self.life = (self.owner, self._opened)
+        self.n, self.seq, self.digest, self.partial, self.process = 0, seq, digest, partial, process
+        self._ledger = self._new_ledger(self.rank.entry)
+        self._reasons, self._noted = [], set()
+        entry = self.rank.entry
+        opened = Opened(
+            schema=SCHEMA,
+            owner=self.owner,
+            life=self.life,
+            n=0,
+            entry=entry,
+            stride=entry.stride,
+            seq=seq,
+            digest=digest,
+            partial=partial,
+            why=why,
+            process=process,
+        )
+        self._out.append(Write(RANK_WIDE, opened))
+
+    def suspend(self, why: str) -> None:
+        """Continuity is unknown from here on."""
+        self._counts.suspended += 1
+        self._out.append(Write(RANK_WIDE, Suspended(SCHEMA, self.owner, self.life, self._next(), why)))
+
+    def resume(self, how: str) -> None:
+        """It is proven."""
+        self._out.append(Write(RANK_WIDE, Resumed(SCHEMA, self.owner, self.life, self._next(), how)))
+
+    def beat(self) -> None:
+        """Everything up to the last covered batch is in the log, and the engine was heard."""
+        n = self._next()
+        beat = Heartbeat(SCHEMA, self.owner, self.life, n, self.seq, self.digest, self._take_reasons())
+        self._out.append(Write(RANK_WIDE, beat))
+
+    def cover(self, seq: int, payload: bytes, digest: bytes, origin: int) -> None:
+        """The next batch: its changes, or a heartbeat, or what a batch that cannot be read leads to."""
+        try:
+            batch = self._decode(payload)
+        except Undecodable as error:
+            self._counts.undecodable += 1
+            self._spoilt(seq, payload, digest, str(error), self.rank.entry.loss)
+            if self.rank.entry.loss == "keep":
+                self._write(seq, digest, ())
+            return
+        self._look(batch)
+        if batch.failures:
+            first = batch.failures[0]
+            self._spoilt(seq, payload, digest, f"event {first.index}: {first.reason}", self.rank.entry.loss)
+            if self.rank.entry.loss == "invalidate":
+                return
+        try:
+            pieces = self._ledger.apply(seq, batch, origin)
+        except Exception as error:  # noqa: BLE001  one rank's poison must not stop the node; its type is told, no value
+            kind = type(error).__name__
+            self._out.append(Note("ledger_failed", kind))
+            self._spoilt(seq, payload, digest, f"the ledger failed: {kind}", "invalidate")
+            return
+        self._write(seq, digest, pieces)
+
+    def lose(self, seq: int, payload: bytes) -> None:
+        """The batches before ``seq`` are gone for good, the engine lives on: go on at ``seq``."""
+        first = self.seq + 1
+        self._counts.lost += seq - first
+        self._gap(first, seq - 1, "lost on the way, and replay cannot bring it back", self.rank.entry.loss)
+        digest = digest_of(payload)
+        if self.rank.entry.loss == "invalidate":
+            why = f"batches {first}..{seq - 1} are lost"
+            self.open(seq, digest, partial=True, why=why, process=self.process)
+        else:
+            self.cover(seq, payload, digest, LIVE)
+
+    # ---- inside
+
+    def _look(self, batch: Any) -> None:
+        """Count what the batch says beside its events."""
+        self._counts.unknown_events += len(batch.unknown)
+        self._counts.failed_events += len(batch.failures)
+        if batch.rank is not None and batch.rank != self.rank.rank:
+            self._counts.contradictions += 1
+            self._note(
+                f"events say data-parallel rank {batch.rank}, the replicas file says {self.rank.rank}: "
+                "correct the data address or the rank"
+            )
+
+    def _write(self, seq: int, digest: bytes, pieces: Sequence[Piece]) -> None:
+        self.seq, self.digest = seq, digest
+        if not pieces:
+            self.beat()
+            return
+        if any(piece.group == RANK_WIDE for piece in pieces):
+            self.partial = False  # an empty GPU cache has no unknown past
+        covered = Covered(self.owner, self.life, seq, digest)
+        unit = records(covered, self.n + 1, pieces, self._take_reasons())
+        self.n += len(unit)
+        self._out += [Write(group, record) for group, record in unit]
+
+    def _spoilt(self, seq: int, payload: bytes, digest: bytes, reason: str, policy: Policy) -> None:
+        """A batch that cannot be read as a whole: a hole of one sequence, with a dead letter."""
+        self._out.append(DeadLetter(seq, reason, digest, payload))
+        self._gap(seq, seq, reason, policy)
+        if policy == "invalidate":
+            self.open(seq, digest, partial=True, why=f"batch {seq} cannot be read", process=self.process)
+
+    def _gap(self, first: int, last: int, cause: str, policy: Policy) -> None:
+        gap = Gap(SCHEMA, self.owner, self.life, self._next(), first, last, cause, policy)
+        self._out.append(Write(RANK_WIDE, gap))
+
+    def _next(self) -> int:
+        self.n += 1
+        return self.n
+
+    def _note(self, reason: str) -> None:
+        if reason not in self._noted:
+            self._noted.add(reason)
+            self._reasons.append(reason)
+
+    def _take_reasons(self) -> tuple[str, ...]:
+        reasons, self._reasons = (*self._reasons, *self._ledger.take_uncertain()), []
+        return reasons

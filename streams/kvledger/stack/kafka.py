@@ -98,6 +98,7 @@ class LocalKafka:
         self._java = java
         self._jars = jars
         self._broker_port = 0
+        self._cluster = ""
         self._process: Process | None = None
 
     @property
@@ -160,10 +161,12 @@ class LocalKafka:
         logging.write_text(LOGGING)
         java = [str(self._java.binary), *JAVA_FLAGS, f"-Dlog4j2.configurationFile={logging}"]
         java += ["-cp", f"{self._jars}/*"]
-        if not (data / "meta.properties").exists():
-            cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-            command = [*java, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
+        identity = data / "meta.properties"
+        if not identity.exists():
+            fresh = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+            command = [*java, "kafka.tools.StorageTool", "format", "-t", fresh, "-c", str(config)]
             run("Kafka's storage format", command, log=self._home / "format.log", seconds_max=FORMAT_SECONDS_MAX)
+        self._cluster = _cluster_of(identity)
         self._process = Process(
             "Kafka",
             [*java, "kafka.Kafka", str(config)],
@@ -186,23 +189,43 @@ class LocalKafka:
         progress("starting Kafka…")
         self.process.start()
         try:
-            self.process.wait_ready(lambda: broker_answers(self.bootstrap), START_SECONDS_MAX)
+            self.process.wait_ready(self._is_up, START_SECONDS_MAX)
         except BaseException:
             self.process.kill()
             raise
 
+    def _is_up(self) -> bool:
+        """Whether *our* broker answers: another that took the port first would answer as well, for its own cluster."""
+        return cluster_id(self.bootstrap) == self._cluster
+
+
+def _cluster_of(identity: Path) -> str:
+    """The cluster id that formatting wrote into ``meta.properties``."""
+    for line in identity.read_text().splitlines():
+        name, _, value = line.partition("=")
+        if name == "cluster.id":
+            return value
+    msg = f"{identity} names no cluster.id; delete the data folder to start with an empty Kafka"
+    raise Unavailable(msg)
+
 
 def broker_answers(bootstrap: str, seconds_max: float = METADATA_SECONDS_MAX) -> bool:
     """Whether one of the brokers tells its metadata; an open port alone comes a little earlier and is not enough."""
+    return cluster_id(bootstrap, seconds_max) is not None
+
+
+def cluster_id(bootstrap: str, seconds_max: float = METADATA_SECONDS_MAX) -> str | None:
+    """The id of the cluster that answers there with at least one broker; None where none does in time."""
     from confluent_kafka import KafkaException
     from confluent_kafka.admin import AdminClient
 
     host, _, port = bootstrap.rpartition(":")
     if "," not in host and port.isdigit() and not answers(host.strip("[]"), int(port)):
-        return False
+        return None
     # librdkafka would print each refused connection to stderr; the caller reports the one that matters.
     client = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0, "reconnect.backoff.max.ms": 200})
     try:
-        return bool(client.list_topics(timeout=seconds_max).brokers)
+        metadata = client.list_topics(timeout=seconds_max)
     except KafkaException:
-        return False
+        return None
+    return str(metadata.cluster_id) if metadata.brokers else None

@@ -152,14 +152,23 @@ class LocalRedis:
         progress("starting Redis…")
         self.process.start()
         try:
-            self.process.wait_ready(lambda: redis_answers(self.url), START_SECONDS_MAX)
+            self.process.wait_ready(self._is_up, START_SECONDS_MAX)
         except BaseException:
             self.process.kill()
             raise
 
+    def _is_up(self) -> bool:
+        """Whether *our* server answers: one that took the port before ours could bind it would answer as well."""
+        return redis_pid(self.url) == self.process.pid
+
 
 def redis_answers(url: str, seconds_max: float = 1.0) -> bool:
-    """Whether the server at ``url`` answers PING with PONG; one that still loads its data does not."""
+    """Whether the server at ``url`` answers and has loaded its data."""
+    return redis_pid(url, seconds_max) is not None
+
+
+def redis_pid(url: str, seconds_max: float = 1.0) -> int | None:
+    """The process id that the server at ``url`` tells; None if it does not answer or still loads its data."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -168,8 +177,10 @@ def redis_answers(url: str, seconds_max: float = 1.0) -> bool:
         url, socket_timeout=seconds_max, socket_connect_timeout=seconds_max, retry=Retry(NoBackoff(), 0)
     )
     try:
-        return bool(client.ping())
+        if not client.ping():
+            return None
+        return int(client.info("server").get("process_id", 0))
     except redis.RedisError:
-        return False
+        return None
     finally:
         client.close()

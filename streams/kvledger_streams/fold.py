@@ -234,7 +234,7 @@ class _Cut:
 
     def crowded(self, home: _Home, record: EventRecord | None) -> bool:
         """Whether this record would carry a step that holds something beyond its limit."""
-        if not self._ops or not isinstance(record, Events) or not record.end:
+        if not self._making or not isinstance(record, Events) or not record.end:
             return False
         rank = self._state.ranks.get(home.rank)
         size = _size_of(record) + sum(_size_of(each) for _, each in (rank.tail if rank else ()))

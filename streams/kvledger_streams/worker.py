@@ -1,0 +1,390 @@
+"""The partitions of one worker: placed, read, stamped, lost, placed again. No client of Kafka or Redis is in here.
+
+    assigned ──> waiting ──place: load, plan, seek──> reading ──batch──> fold ──step──> index
+                    ▲                                    │
+                    └── refused · fell out of the log · Kafka or Redis silent · defect · topic changed
+
+There is one way back, for whatever reason: forget the partition's state, load what the index stored, seek, read on.
+Nothing is skipped on the way, and while a partition waits, the others are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvledger_index import errors as index_errors
+from kvledger_index.contract import IndexWriter
+from kvledger_index.units import NONCE_BYTES
+from kvledger_streams.broker import Topic
+from kvledger_streams.errors import Unavailable, UnreadableState
+from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, fresh, resume
+from kvledger_streams.progress import Bounds, plan, rebuild
+from kvledger_streams.settings import Settings
+from kvledger_streams.telemetry import Telemetry
+from kvledger_wire.errors import WrongTopic
+
+COMMIT_SECONDS = 1.0
+"""Between two commits of Kafka offsets. They serve lag tools only: nobody reads them back."""
+
+
+class Fetched(Protocol):
+    """A record as a Kafka consumer hands it over."""
+
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+
+
+class Batch(NamedTuple):
+    """What one fetch brought of one partition. ``epoch`` names the seek that it follows, ``end`` the log end then."""
+
+    partition: int
+    epoch: int
+    end: int
+    records: Sequence[Fetched]
+
+
+class Source(Protocol):
+    """What the worker asks of a Kafka consumer."""
+
+    async def seek(self, partition: int, offset: int) -> int | None:
+        """Read from ``offset`` on; returns the epoch of what comes then. None: the partition is not ours any more."""
+
+    def end_of(self, partition: int) -> int | None:
+        """The log's end as the broker last said; None where it did not lately."""
+
+    async def commit(self, offsets: Mapping[int, int]) -> None:
+        """Store offsets for lag tools; best effort, never raises."""
+
+
+class Log(Protocol):
+    """What the worker asks of Kafka's admin API; ``broker.Broker``."""
+
+    async def describe(self) -> Topic:
+        """The topic as it is now."""
+
+    async def bounds(self, partitions: Collection[int], topic: Topic) -> dict[int, Bounds]:
+        """What the logs hold now."""
+
+
+class _Resync(Exception):
+    """What is stored, or read, is not what we believed."""
+
+
+class _Partition:
+    """One assigned partition; ``state`` is None while it waits to be placed."""
+
+    def __init__(self, number: int, now: float) -> None:
+        self.number = number
+        self.state: PartitionState | None = None
+        self.epoch = -1
+        self.target = 0
+        self.caught_up = False
+        self.lock = asyncio.Lock()
+        """Held by whoever reads or places it: the index takes one step of a partition at a time."""
+        self.failures = 0
+        self.retry_at = now
+        self.since = now
+        self.stamped_at = -1.0
+        self.applied = 0
+        self.jump: tuple[int, int] | None = None
+
+
+class Worker:
+    """Everything between a consumer's batches and the index. One per process; all methods on one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        writer: IndexWriter,
+        log: Log,
+        telemetry: Telemetry,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = Tally()
+        self.changed = asyncio.Event()
+        """Set where a turn has something to do before its time."""
+        self._settings = settings
+        self._writer = writer
+        self._log = log
+        self._telemetry = telemetry
+        self._now = now
+        self._source: Source | None = None
+        self._partitions: dict[int, _Partition] = {}
+        self._topic: Topic | None = None
+        self._stopping = False
+        self._readable = asyncio.Event()
+        self._committed: dict[int, int] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._due = {"commit": 0.0, "topic": 0.0, "report": 0.0}
+
+    def attach(self, source: Source) -> None:
+        """The consumer to seek in; before the first assignment."""
+        self._source = source
+
+    # -- what the consumer calls -------------------------------------------------------------------------------------
+
+    def assign(self, partitions: Iterable[int]) -> None:
+        """These partitions are ours from here on, and no others; they are placed by the next turn."""
+        now = self._now()
+        self._partitions = {number: _Partition(number, now) for number in partitions}
+        self._committed.clear()
+        self._readable.clear()
+        self.changed.set()
+
+    def revoke(self) -> None:
+        """Nothing is ours; a call in flight may finish, the index refuses what does not follow."""
+        self.assign(())
+
+    def readable(self) -> set[int]:
+        """Partitions that may be fetched."""
+        return {part.number for part in self._partitions.values() if part.state is not None}
+
+    async def wait_readable(self) -> None:
+        """Until there is one."""
+        await self._readable.wait()
+
+    async def take(self, batch: Batch) -> None:
+        """Fold a batch into the index. Never raises: what goes wrong sends its partition back to be placed."""
+        part = self._partitions.get(batch.partition)
+        if part is None or self._stopping:
+            return
+        async with part.lock:
+            if part.state is None or part.epoch != batch.epoch:
+                self._telemetry.counters.stale_batches += 1  # fetched before the last seek
+                return
+            try:
+                self._check_place(part, part.state, batch)
+                records = ((each.offset, each.timestamp, each.key, each.value) for each in batch.records)
+                await self._advance(part, part.state, records, batch.end)
+            except asyncio.CancelledError:
+                self._lose(part, _Resync("cancelled in the middle of a step"))
+                raise
+            except Exception as error:  # noqa: BLE001 - Faust would acknowledge the batch and go on
+                self._lose(part, error)
+        self._telemetry.notes(batch.partition, self.tally)
+
+    def lost(self, partition: int, why: str) -> None:
+        """The consumer cannot read on where it stands (below the log's start, beyond its end)."""
+        part = self._partitions.get(partition)
+        if part is not None and part.state is not None:
+            self._lose(part, _Resync(why))
+
+    # -- what the process calls --------------------------------------------------------------------------------------
+
+    async def turn(self) -> None:
+        """Place what waits, stamp what is idle, commit, look at the topic, report.
+
+        What asks Kafka runs beside, one of each at a time: a broker that is slow must not keep partitions that are read
+        from being stamped. Raises only what is a defect of ours.
+        """
+        self.changed.clear()
+        if self._waiting():
+            self._beside("place", self._place_waiting)
+        await self._stamp_idle()
+        if self._is_due("commit", COMMIT_SECONDS):
+            self._beside("commit", self._commit)
+        if self._is_due("topic", self._settings.topic_check_seconds):
+            self._beside("topic", self._check_topic)
+        if self._is_due("report", self._settings.report_seconds):
+            self._telemetry.progress(self.tally, **self._gauges())
+
+    async def stop(self, seconds: float) -> bool:
+        """Take no more batches and let calls in flight finish; True if all did in time."""
+        self._stopping = True
+        for task in self._tasks.values():
+            task.cancel()
+        held = [part.lock.acquire() for part in self._partitions.values()]
+        try:
+            await asyncio.wait_for(asyncio.gather(*held), seconds)
+        except TimeoutError:
+            return False
+        await self._commit()
+        return True
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    async def _place_waiting(self) -> None:
+        waiting = self._waiting()
+        try:
+            topic = await self._describe()
+            bounds = await self._log.bounds([part.number for part in waiting], topic)
+        except Exception as error:  # noqa: BLE001 - whatever Kafka says, the partitions wait and try again
+            for part in waiting:
+                self._lose(part, error)
+            return
+        await asyncio.gather(*(self._place(part, topic, bounds.get(part.number)) for part in waiting))
+        self.changed.set()  # more may have come to wait meanwhile
+
+    async def _place(self, part: _Partition, topic: Topic, bounds: Bounds | None) -> None:
+        """Load, plan, tell the index, seek: from here on the partition is read."""
+        async with part.lock:
+            if part.state is not None or self._partitions.get(part.number) is not part or self._source is None:
+                return
+            try:
+                if bounds is None:
+                    msg = f"partition {part.number} is not among the topic's {topic.partitions}"
+                    raise WrongTopic(msg)  # noqa: TRY301 - waits like any other trouble
+                await self._put(part, topic, bounds, self._source)
+            except Exception as error:  # noqa: BLE001 - the partition waits and is placed again
+                self._lose(part, error)
+
+    async def _put(self, part: _Partition, topic: Topic, bounds: Bounds, source: Source) -> None:
+        number = part.number
+        stored = await self._writer.load(number)
+        made = plan(stored.progress, bounds)
+        facts = {"partitions": topic.partitions, "topic_id": topic.id, "broker_ms": bounds.newest_ms}
+        state: PartitionState | None = None
+        if not made.drop:
+            try:
+                state = resume(number, restart=made.restart, stored=stored.ranks, **facts)  # type: ignore[arg-type]  # facts are of three types
+            except UnreadableState as error:
+                made = rebuild(bounds, str(error))
+        if state is None:
+            state = fresh(number, restart=made.restart, **facts)  # type: ignore[arg-type]  # the same
+        await self._writer.seek(number, topic.id, made.restart, made.target, drop=made.drop)
+        epoch = await source.seek(number, made.restart)
+        if epoch is None or self._partitions.get(number) is not part:
+            return  # revoked meanwhile
+        part.epoch, part.target, part.caught_up, part.since = epoch, made.target, False, self._now()
+        part.state = state
+        self._readable.set()
+        self._telemetry.placed(number, made, len(state.ranks))
+        self._observe(part, state)
+
+    def _check_place(self, part: _Partition, state: PartitionState, batch: Batch) -> None:
+        """Offsets of this log follow each other. A fetch that leaves some out is asked for again, once: the client may
+        have dropped them on an error. What then still is missing the broker does not have; numbers tell what it was.
+        """
+        first = batch.records[0].offset
+        if first <= state.read or part.jump == (state.read, first):
+            return
+        part.jump = (state.read, first)
+        msg = f"offset {first} came where {state.read} was due"
+        raise _Resync(msg)
+
+    async def _advance(self, part: _Partition, state: PartitionState, records: Iterable[LogRecord], end: int) -> None:
+        """Fold records and apply the steps, in order, each after the one before."""
+        for step in fold(state, records, end=end, nonce=_nonce, tally=self.tally):
+            outcome = await self._writer.apply(step)
+            if outcome.verdict == "refused":
+                self._telemetry.counters.refused += 1
+                raise _Resync(outcome.why)
+            self._telemetry.counters.steps += 1
+            self._telemetry.counters.units += outcome.applied
+            self._telemetry.counters.duplicates += outcome.duplicates
+            part.failures, part.applied = 0, step.read
+            if step.at_end:
+                part.stamped_at = self._now()
+            self._observe(part, state)
+
+    async def _stamp_idle(self) -> None:
+        """Say of each partition at whose end we stand that somebody does: a rank without news is gone then."""
+        for part in list(self._partitions.values()):
+            due = self._now() - part.stamped_at >= self._settings.alive_seconds
+            if part.state is None or not due or part.lock.locked() or self._stopping or self._source is None:
+                continue
+            end = self._source.end_of(part.number)
+            if end is None or part.state.read < end:
+                continue
+            async with part.lock:
+                if part.state is not None:
+                    try:
+                        await self._advance(part, part.state, (), end)
+                    except Exception as error:  # noqa: BLE001 - the partition waits and is placed again
+                        self._lose(part, error)
+
+    async def _commit(self) -> None:
+        moved = {
+            part.number: part.applied
+            for part in self._partitions.values()
+            if part.applied and self._committed.get(part.number) != part.applied
+        }
+        if moved and self._source is not None:
+            self._committed.update(moved)
+            await self._source.commit(moved)
+
+    async def _check_topic(self) -> None:
+        try:
+            await self._describe()
+        except Exception as error:  # noqa: BLE001 - Kafka is silent or the topic is gone: reading shows it too
+            self._telemetry.topic_unseen(self._settings.topic, str(error))
+
+    async def _describe(self) -> Topic:
+        """Look at the topic; where it is another one than before, every partition is placed anew."""
+        topic = await self._log.describe()
+        before, self._topic = self._topic, topic
+        if before is not None and before != topic:
+            self._telemetry.topic_changed(self._settings.topic, str(before), str(topic))
+            for part in self._partitions.values():
+                self.lost(part.number, f"the topic was {before}, is {topic}")
+        return topic
+
+    def _beside(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run ``work`` beside the turns unless it still runs; a defect in it surfaces in the next turn."""
+        task = self._tasks.get(name)
+        if task is not None and not task.done():
+            return
+        if task is not None:
+            task.result()
+        self._tasks[name] = asyncio.create_task(work(), name=name)
+
+    # -- leaves ------------------------------------------------------------------------------------------------------
+
+    def _lose(self, part: _Partition, error: Exception) -> None:
+        """Send a partition back to be placed: at once the first time, then with doubling back-off."""
+        wait = self._settings.retry_seconds_min * 2 ** (part.failures - 1) if part.failures else 0.0
+        wait = min(wait, self._settings.retry_seconds_max)
+        part.state = None
+        part.failures = min(part.failures + 1, 30)
+        part.retry_at = self._now() + wait
+        match error:
+            case _Resync():
+                self._telemetry.resynced(part.number, str(error))
+            case index_errors.Unavailable() | index_errors.Refused() | Unavailable() | WrongTopic():
+                self._telemetry.blocked(part.number, str(error), wait)
+            case _:
+                self._telemetry.defect(part.number, error, wait)
+        if not self.readable():
+            self._readable.clear()
+        self.changed.set()
+
+    def _waiting(self) -> list[_Partition]:
+        now = self._now()
+        if self._stopping:
+            return []
+        return [part for part in self._partitions.values() if part.state is None and part.retry_at <= now]
+
+    def _observe(self, part: _Partition, state: PartitionState) -> None:
+        if not part.caught_up and state.read >= part.target:
+            part.caught_up = True
+            self._telemetry.caught_up(part.number, state.read, self._now() - part.since)
+
+    def _is_due(self, what: str, seconds: float) -> bool:
+        now = self._now()
+        if now < self._due[what]:
+            return False
+        self._due[what] = now + seconds
+        return True
+
+    def _gauges(self) -> dict[str, int]:
+        states = [part.state for part in self._partitions.values() if part.state is not None]
+        ends = [(state, self._source.end_of(state.partition)) for state in states if self._source is not None]
+        return {
+            "assigned": len(self._partitions),
+            "reading": len(states),
+            "caught_up": sum(part.caught_up and part.state is not None for part in self._partitions.values()),
+            "ranks": sum(len(state.ranks) for state in states),
+            "lag": sum(max(0, end - state.read) for state, end in ends if end is not None),
+            "unfinished": max((state.read - state.restart for state in states), default=0),
+        }
+
+
+def _nonce() -> bytes:
+    return os.urandom(NONCE_BYTES)

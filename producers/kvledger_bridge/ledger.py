@@ -28,6 +28,9 @@ PARENTS_MAX = 65_536
 ORPHANS_MAX = 65_536
 """Strides of tokens kept for dense events whose parent is unknown, 4 bytes per token."""
 
+WORDS_MAX = 1024
+"""Pairs of group and medium word, as engines spell it, whose lane is found without parsing the word."""
+
 REASONS_MAX = 32
 """Reasons for doubt per life; each is given once."""
 
@@ -120,6 +123,7 @@ class Ledger:
         self._counted = entry.copies == "counted"
         self._named_sizes = {spec.group: spec.block_size for spec in entry.groups if spec.block_size}
         self._lanes: dict[tuple[int | None, int], _Lane] = {}
+        self._heard: dict[tuple[int | None, str | None], _Lane] = {}
         self._specs: dict[int | None, GroupSpec] = {}
         self._reasons: set[str] = set()
         self._untold: list[str] = []
@@ -202,6 +206,8 @@ class Ledger:
         if not event.block_hashes:
             return
         lane = self._lane(group, MEDIA.index(medium))
+        if len(self._heard) < WORDS_MAX:
+            self._heard[group, event.medium] = lane
         change = self._draft(group).open(STORED, lane.code, origin)
         names: Sequence[int]
         if span is not None and span.blocks and not by_hash:
@@ -249,10 +255,10 @@ class Ledger:
 
     def _removed(self, event: BlockRemoved, origin: int) -> None:
         group = event.group_idx
-        if not self._nameable(group):
-            return
-        lane = self._lanes.get((group, MEDIA.index(medium_of(event.medium))))
+        lane = self._heard.get((group, event.medium)) or self._lanes.get((group, MEDIA.index(medium_of(event.medium))))
         if lane is None:
+            if not self._nameable(group):
+                return
             self.counts.removals_unknown += len(event.block_hashes)
             return
         change: OpenChange | None = None

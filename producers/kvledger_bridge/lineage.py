@@ -19,19 +19,22 @@ from typing import NamedTuple
 
 from kvledger_bridge.decode import BlockStored, Event, low64
 from kvledger_bridge.identity import identify
-from kvledger_index.blockkeys import Extra, extend, root_key, token_bytes
+from kvledger_index.blockkeys import SEGMENT_STRIDES, Extra, extend, root_key, token_bytes
 from kvledger_index.errors import InvalidInput
 from kvledger_index.model import ModelEntry, medium_of
 
-SEGMENT_MASK = 15
-"""Strides per segment, less one: place of a stride within its segment."""
+SEGMENT_MASK = SEGMENT_STRIDES - 1
+"""Takes the place within its segment out of a stride's number."""
+
+NAMELESS = -1
+"""``Block.hash`` once no hash means the block any more."""
 
 
 class Block:
     """One block key with what a removal, which brings a hash only, has to say of it.
 
     ``row`` is the first key of its segment, ``parent`` the stride key before it, ``end`` the strides from token 0 to
-    its end. ``refs`` counts the lanes in which it is resident. ``hash`` is the first name it got.
+    its end. ``refs`` counts the lanes in which it is resident. ``hash`` is the first of its names, or NAMELESS.
     """
 
     __slots__ = ("end", "hash", "key", "parent", "refs", "row")
@@ -236,20 +239,21 @@ class Lineage:
             span.named = 0
             return
         blocks: list[Block | None] = []
-        known = self._strong
+        known, by_key, created = self._strong, self._keys, self._created
+        doubtful = bool(self._weak or self._ambiguous or self.loose or not span.gpu)
         at = per - 1
         for name in span.hashes[: span.named]:
             block = known.get(name)
-            if block is None or block.key != keys[at]:
+            own = keys[at]
+            if block is None or block.key != own:
                 first = at - ((start + at) & SEGMENT_MASK)
-                made = Block(
-                    name,
-                    keys[at],
-                    keys[first] if first >= 0 else row,
-                    keys[at - 1] if at else key,
-                    start + at + 1,
-                )
-                block = self._name(name, made, gpu=span.gpu)
+                made = Block(name, own, keys[first] if first >= 0 else row, keys[at - 1] if at else key, start + at + 1)
+                if doubtful or block is not None or own in by_key:
+                    block = self._name(name, made, gpu=span.gpu)
+                    doubtful = True
+                else:  # what _name comes to for a hash and a key that nobody has seen
+                    block = known[name] = by_key[own] = made
+                    created.append(made)
             blocks.append(block)
             at += per
         span.keys, span.start, span.row, span.before, span.blocks = keys, start, row, key, blocks
@@ -309,6 +313,7 @@ class Lineage:
         elif name in others:
             others.remove(name)
         else:
+            block.hash = NAMELESS
             self._keys.pop(block.key, None)
             self._idle.pop(block, None)
         if not others:
@@ -357,13 +362,13 @@ class Lineage:
     def release(self, block: Block) -> None:
         """``block`` is no longer resident in one lane."""
         block.refs -= 1
-        if not block.refs and self._keys.get(block.key) is block:
+        if not block.refs and block.hash != NAMELESS:
             self._idle[block] = None
 
     def trim(self) -> None:
         """End of a batch: keep non-resident names, orphans and doubtful hashes within their limits, oldest go first."""
         for block in self._created:
-            if not block.refs and self._keys.get(block.key) is block:
+            if not block.refs and block.hash != NAMELESS:
                 self._idle[block] = None
         self._created = []
         self._last = None

@@ -1,0 +1,232 @@
+"""The real parts, as processes: stand-in engines here, one bridge per engine, one fold, Kafka and Redis.
+
+Everything between an engine's socket and a router's answer is what operators run: ``kvledger bridge`` and
+``kvledger streams``. Topics and Redis keys carry a name of their own and are deleted at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import yaml
+from confluent_kafka import KafkaException
+from redis import Redis
+from redis.exceptions import RedisError
+
+from kvledger.admin import connect, create_topics
+from kvledger.errors import Unavailable
+from kvledger.stack import Process, Progress, Stack, silent
+from kvledger_engine.recording import Meta, Published
+from kvledger_engine.standin import StandIn
+from kvledger_index.blockkeys import Extra
+from kvledger_index.model import ModelEntry
+from kvledger_router import Holder, Index, Match, Media
+from kvledger_wire.topics import topic_specs
+
+VISIBLE_SECONDS_MAX = 30.0
+"""An engine's batch must be in the index after this, else something of the pipeline is stuck and says so."""
+
+QUERY_SECONDS_MAX = 5.0
+"""Deadline of a query here: a busy machine must not turn a prediction into "no opinion"."""
+
+POLL_SECONDS = 0.002
+PARTITIONS = 4
+UNLINK_KEYS_MAX = 500
+SETTLED = frozenset({"exact", "at_least", "uncertain"})
+"""Statuses that say what is known; stale and unknown ones are waited out."""
+
+
+class Pipeline:
+    """Kafka, Redis and a fold for any number of engines, one after the other or side by side."""
+
+    def __init__(self, stack: Stack, *, progress: Progress = silent) -> None:
+        self._stack = stack
+        self._progress = progress
+        self.name = f"verify-{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count(1)
+        self.fold = self._process("streams", ["--redis", stack.redis, "--namespace", self.name])
+
+    def start(self) -> None:
+        """Create topics, start the fold. Raises Unavailable."""
+        create_topics(connect(self._stack.kafka), topic_specs(partitions=PARTITIONS, prefix=self.prefix))
+        self.fold.start()
+
+    def stop(self) -> None:
+        """Stop the fold and delete what was made here, as far as Kafka and Redis are still there."""
+        self.fold.stop()
+        specs = topic_specs(partitions=PARTITIONS, prefix=self.prefix)
+        with contextlib.suppress(Unavailable, KafkaException):
+            deleted = connect(self._stack.kafka).delete_topics([spec.name for spec in specs], operation_timeout=5.0)
+            for future in deleted.values():
+                future.result(5.0)
+        with contextlib.suppress(RedisError), Redis.from_url(self._stack.redis) as client:
+            keys = list(client.scan_iter(f"{self.name}*", count=1000))
+            for at in range(0, len(keys), UNLINK_KEYS_MAX):
+                client.unlink(*keys[at : at + UNLINK_KEYS_MAX])
+
+    @property
+    def prefix(self) -> str:
+        """Goes before each topic's name."""
+        return f"{self.name}."
+
+    def index(self, model: str) -> Index:
+        """A router's view of one model."""
+        url, space = self._stack.redis, self.name
+        return Index.from_url(url, model=model, namespace=space, deadline_seconds=QUERY_SECONDS_MAX)
+
+    async def engine(self, meta: Meta) -> RunningEngine:
+        """A stand-in for the recorded engine with a bridge of its own; its life is open when this returns."""
+        running = self.attach(f"engine-{next(self._numbers)}", meta.entry())
+        await running.settle()
+        return running
+
+    def attach(self, replica: str, entry: ModelEntry) -> RunningEngine:
+        """The same, without waiting for its life to open."""
+        standin = StandIn().start()
+        folder = self._stack.folder.path / f"{self.name}-{replica}"
+        folder.mkdir()
+        replicas = {"id": replica, "model": entry.model, "data": standin.data, "replay": standin.replay}
+        write_yaml(folder / "replicas.yaml", {"replicas": [replicas]})
+        write_yaml(folder / "models.yaml", {"models": [models_entry(entry)]})
+        files = ["--replicas", str(folder / "replicas.yaml"), "--models", str(folder / "models.yaml")]
+        bridge = self._process("bridge", files, log=folder / "bridge.log")
+        bridge.start()
+        return RunningEngine(self, replica, entry, standin, bridge)
+
+    def check(self) -> None:
+        """Raise Unavailable if the fold or a server has ended."""
+        for process in (self.fold, *self._stack.processes):
+            if not process.running:
+                raise Unavailable(process.obituary(f"ended with code {process.returncode}"))
+
+    def _process(self, command: str, flags: list[str], *, log: Path | None = None) -> Process:
+        shared = ["--kafka", self._stack.kafka, "--topic-prefix", self.prefix]
+        return Process(
+            f"kvledger {command}",
+            [sys.executable, "-m", "kvledger", command, *shared, *flags],
+            log=log or self._stack.folder.path / f"{self.name}-{command}.log",
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class RunningEngine:
+    """One stand-in engine, its bridge, and what the index says of it."""
+
+    def __init__(self, pipeline: Pipeline, replica: str, entry: ModelEntry, standin: StandIn, bridge: Process) -> None:
+        self.replica, self.entry, self.standin, self.bridge = replica, entry, standin, bridge
+        self.published = 0
+        self._pipeline = pipeline
+        self._index = pipeline.index(entry.model)
+        self._last = -1
+
+    async def publish(self, batch: Published) -> None:
+        """One batch, as the engine sent it. A sequence that goes back is the engine's restart."""
+        if batch.seq <= self._last:
+            await asyncio.to_thread(self.standin.restart)
+        self.standin.publish(batch.payload, topic=batch.topic, seq=batch.seq)
+        self._last = batch.seq
+        self.published += 1
+
+    async def predict(
+        self, tokens: Sequence[int], *, lora: str | None = None, salt: str | None = None, media: Sequence[Extra] = ()
+    ) -> Answer:
+        """What the index says of this engine once all that it published is visible there."""
+        items = [Media(identifier, position) for position, identifier in media]
+        holder = await self._visible(tokens, lora, salt, items)
+        return Answer(holder.hit_tokens, holder.status, -1 if holder.as_of is None else holder.as_of, holder.reason)
+
+    async def settle(self) -> None:
+        """Wait until the index covers all that was published."""
+        await self._visible((), None, None, ())
+
+    async def unplaced(self) -> int:
+        """Hashes that are resident without a key, by the index."""
+        explained = await self._index.explain((), replicas=[self.replica])
+        return sum(report.unplaced for report in explained.ranks)
+
+    async def close(self) -> None:
+        """Stop bridge and engine; the log keeps what they said."""
+        await asyncio.to_thread(self.bridge.stop)
+        await asyncio.to_thread(self.standin.stop)
+        await self._index.aclose()
+
+    async def _visible(
+        self, tokens: Sequence[int], lora: str | None, salt: str | None, media: Sequence[Media]
+    ) -> Holder:
+        deadline = time.monotonic() + VISIBLE_SECONDS_MAX
+        while True:
+            match = await self._index.match(tokens, lora=lora, salt=salt, media=media, replicas=[self.replica])
+            holder = match.holders[0]
+            if match.opinion and holder.as_of == self._last and holder.status in SETTLED:
+                return holder
+            self._watch(match, holder, late=time.monotonic() > deadline)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _watch(self, match: Match, holder: Holder, *, late: bool) -> None:
+        """Raise Unavailable, with the last words of whoever is at fault, where waiting on is in vain."""
+        self._pipeline.check()
+        if not self.bridge.running:
+            raise Unavailable(self.bridge.obituary(f"ended with code {self.bridge.returncode}"))
+        if late:
+            seen = match.reason or f"{holder.status} as of {holder.as_of}: {holder.reason}"
+            what = f"batch {self._last} is not in the index after {VISIBLE_SECONDS_MAX:.0f} s ({seen})"
+            raise Unavailable(
+                f"{what}; {self.bridge.obituary('is running')}\n{self._pipeline.fold.obituary('is running')}"
+            )
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One prediction."""
+
+    hit_tokens: int
+    status: str
+    as_of: int
+    reason: str
+
+
+def models_entry(entry: ModelEntry) -> dict[str, object]:
+    """A model entry as it stands in a models file: what is unset is left out."""
+    plain = {name: value for name, value in msgspec.to_builtins(entry).items() if value not in (None, [], ())}
+    names = [field.name for field in msgspec.structs.fields(type(entry.groups[0]))] if entry.groups else []
+    if entry.groups:
+        groups = [dict(zip(names, row, strict=False)) for row in plain["groups"]]
+        plain["groups"] = [{k: v for k, v in group.items() if v is not None or k == "group"} for group in groups]
+    return plain
+
+
+def write_yaml(path: Path, content: dict[str, object]) -> None:
+    """Write a configuration file for a process of ours."""
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+@contextlib.contextmanager
+def open_pipeline(*, kafka: str | None, redis: str | None, progress: Progress = silent) -> Iterator[Pipeline]:
+    """A pipeline on given services, or on those that :class:`Stack` finds or starts."""
+    environment = dict(os.environ)
+    if kafka:
+        environment["KVLEDGER_KAFKA"] = kafka
+    if redis:
+        environment["KVLEDGER_REDIS"] = redis
+    with Stack(progress=progress, environment=environment) as stack:
+        stack.start()
+        with Pipeline(stack, progress=progress) as pipeline:
+            yield pipeline

@@ -1,0 +1,69 @@
+"""Recorded engines through the pure parts, in one process: every prediction beside the engine's own answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from inprocess import InProcess
+
+from kvledger.verify.check import looking_ahead
+from kvledger.verify.report import Comparison, Report
+from kvledger_engine.recording import Meta, Probe, Published, Request, Reset, read
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+EXACT = [
+    "engine-traces/llama_s11",
+    "engine-traces/gemma3_s11",
+    "engine-traces/gemma3_vllm0.20.2_s51",
+    "engine-traces/gemma3_vllm0.17.1_s60",
+    "manager-traces/a_full",
+    "manager-traces/b_full_swa",
+    "manager-traces/b2_full_swa_swa_same",
+    "manager-traces/c_full_2swa",
+]
+
+
+async def compare(path: Path) -> Report:
+    """The report of one recording."""
+    report = Report(file=str(path), model="", engine=None)
+    chain: InProcess | None = None
+    after_reset = False
+    for step in looking_ahead(read(path)):
+        match step:
+            case Meta():
+                chain = InProcess(step)
+                await chain.start()
+            case Published():
+                assert chain is not None
+                await chain.publish(step.seq, step.payload)
+            case Reset():
+                after_reset = True
+            case Request(cached=actual) | Probe(hit=actual):
+                assert chain is not None
+                holder = await chain.predict(step.tokens, lora=step.lora, salt=step.salt, mm=step.mm)
+                report.add(
+                    Comparison(
+                        number=report.predictions + 1,
+                        predicted=holder.hit_tokens,
+                        actual=actual,
+                        status=holder.status,
+                        as_of=-1 if holder.as_of is None else holder.as_of,
+                        after_reset=after_reset,
+                    )
+                )
+                after_reset = False
+            case _:
+                pass
+    return report
+
+
+@pytest.mark.parametrize("name", EXACT)
+async def test_every_prediction_equals_the_engines_answer(name: str) -> None:
+    """All but the one right after an idle reset, which no event announces; and each is called exact."""
+    report = await compare(FIXTURES / f"{name}.jsonl.gz")
+
+    assert report.answered == report.exact
+    assert report.predictions == report.called_exact
+    assert report.predictions >= 38

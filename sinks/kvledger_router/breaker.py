@@ -12,12 +12,13 @@
     half open  the probe's caller went away          open; the next call is the probe
     any        an outcome from before a change       no change: it says nothing about now
 
-It closes by itself: the probe is an ordinary question of the router.
+It closes by itself: the probe is an ordinary question of the router. Failures of calls that were under way together
+count once: a router whose own loop stood still for a moment would else take itself for a dead Redis.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FAILURES_MAX_DEFAULT = 5
 """Failures in a row before it opens: at a 20 ms deadline a dead Redis costs a serial caller 100 ms in all."""
@@ -28,6 +29,13 @@ OPEN_SECONDS_MAX_DEFAULT = 5.0
 
 State = Literal["closed", "open", "half_open"]
 Outcome = Literal["answered", "failed", "abandoned"]
+
+
+class Permit(NamedTuple):
+    """One call: which change of state it belongs to, and when it began."""
+
+    changes: int
+    since: float
 
 
 class Breaker:
@@ -49,6 +57,7 @@ class Breaker:
         self._state: State = "closed"
         self._changes = 0
         self._failures = 0
+        self._failed_at = float("-inf")
         self._pause = open_seconds
         self._until = 0.0
 
@@ -57,24 +66,25 @@ class Breaker:
         """Where it stands; time passing alone does not change it."""
         return self._state
 
-    def enter(self, now: float) -> int | None:
+    def enter(self, now: float) -> Permit | None:
         """A permit for one call, to be given back through :meth:`leave`; None: do not call."""
         if self._state == "half_open" or (self._state == "open" and now < self._until):
             return None
         if self._state == "open":
             self._become("half_open")
-        return self._changes
+        return Permit(self._changes, now)
 
-    def leave(self, permit: int, outcome: Outcome, now: float) -> None:
+    def leave(self, permit: Permit, outcome: Outcome, now: float) -> None:
         """Report how the call of ``permit`` ended; ``abandoned``: the caller went away, which says nothing of Redis."""
-        if permit != self._changes:
+        if permit.changes != self._changes:
             return
         if self._state == "half_open":
             self._probed(outcome, now)
         elif outcome == "answered":
             self._failures = 0
-        elif outcome == "failed":
+        elif outcome == "failed" and permit.since >= self._failed_at:
             self._failures += 1
+            self._failed_at = now
             if self._failures >= self._failures_max:
                 self._pause = self._open_seconds
                 self._open(now + self._pause)

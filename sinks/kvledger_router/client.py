@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from kvledger_index.blockkeys import Extra, extend, root_key, token_bytes
 from kvledger_index.contract import IndexReader
-from kvledger_index.errors import InvalidInput, Refused, Unavailable
+from kvledger_index.errors import IndexFailure, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT
 from kvledger_index.reader import RedisReader
 from kvledger_index.views import Reading
@@ -27,6 +27,9 @@ DEADLINE_SECONDS_DEFAULT = 0.020
 
 PROMPT_TOKENS_MAX = 2**20
 """Tokens of a prompt that are looked up: 4096 rows at a stride of 16. What is beyond can only lengthen a hit."""
+
+LATE_MAX = 64
+"""Readings that go on behind their question's deadline; further ones are cancelled, which costs a connection each."""
 
 CATALOGUE_TRIES_MAX = 3
 """Readings of one answer: a catalogue changes when ranks come, go or hear of a new group, not with every batch."""
@@ -91,6 +94,7 @@ class Index:
         self._clock = clock
         self._hints = Hints()
         self._roster: Roster | None = None
+        self._late: set[asyncio.Task[_Answer | _NoOpinion]] = set()
 
     @classmethod
     def from_url(
@@ -119,7 +123,11 @@ class Index:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close connections; safe to call twice."""
+        """End what is still being read and close connections; safe to call twice."""
+        for task in self._late:
+            task.cancel()
+        if self._late:
+            await asyncio.wait(self._late)
         await self._reader.aclose()
 
     async def match(
@@ -194,8 +202,7 @@ class Index:
         outcome: Outcome = "abandoned"  # unless something else is known: cancelled, or a defect of ours
         answer: _Answer | _NoOpinion = _NoOpinion("")
         try:
-            async with asyncio.timeout(self._deadline_seconds):
-                answer = await self._read(prompt)
+            answer = await self._within_deadline(prompt)
             outcome = "answered"
             self.counters.answered += 1
         except TimeoutError:
@@ -215,6 +222,37 @@ class Index:
                 why = answer.why if isinstance(answer, _NoOpinion) else ""
                 telemetry.breaker_changed(before, self._breaker.state, why)
         return answer
+
+    async def _within_deadline(self, prompt: _Prompt) -> _Answer | _NoOpinion:
+        """Read, or raise TimeoutError at the deadline.
+
+        A reading that is late is left to finish, unheard: cancelling it would cost its connection, so a Redis that is
+        a little slow would be met with new connections, and one whose handshake takes longer than a deadline would
+        never be reached at all. The reader's own timeout bounds how long that takes.
+        """
+        task = asyncio.get_running_loop().create_task(self._read(prompt))
+        try:
+            await asyncio.wait({task}, timeout=self._deadline_seconds)
+        except asyncio.CancelledError:
+            task.cancel()
+            self._leave_behind(task)
+            raise
+        if task.done():
+            return task.result()
+        if len(self._late) >= LATE_MAX:
+            task.cancel()
+        self._leave_behind(task)
+        raise TimeoutError
+
+    def _leave_behind(self, task: asyncio.Task[_Answer | _NoOpinion]) -> None:
+        self._late.add(task)
+        task.add_done_callback(self._ended_late)
+
+    def _ended_late(self, task: asyncio.Task[_Answer | _NoOpinion]) -> None:
+        self._late.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, IndexFailure):
+            task.get_loop().call_exception_handler({"message": "a late reading failed", "exception": error})
 
     async def _read(self, prompt: _Prompt) -> _Answer | _NoOpinion:
         """Catalogue and readings of one version; no opinion where it changes with every try."""

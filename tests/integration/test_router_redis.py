@@ -185,6 +185,7 @@ async def test_a_frozen_redis_is_left_alone_and_taken_up_again(
 
     running   answers
     SIGSTOP   5,000 questions at once: none has an opinion, all end with the deadline, connections stay bounded
+              four more, one after the other: the breaker opens
     SIGCONT   the breaker lets a probe through and closes by itself
     """
     url = redis_server().url
@@ -195,11 +196,12 @@ async def test_a_frozen_redis_is_left_alone_and_taken_up_again(
         await fleet.store("pod-a/0", PROMPT)
         reader = RedisReader.from_url(url, namespace=namespace)
         breaker = Breaker(failures_max=5, open_seconds=0.05, open_seconds_max=0.1)
-        async with Index(reader, model=MODEL, deadline_seconds=0.5, breaker=breaker) as index:
+        async with Index(reader, model=MODEL, deadline_seconds=0.2, breaker=breaker) as index:
             before = await index.match(PROMPT)
             os.kill(pid, signal.SIGSTOP)
             try:
                 frozen = await asyncio.gather(*(index.match(PROMPT, replicas=["pod-a"]) for _ in range(5000)))
+                after = [await index.match(PROMPT) for _ in range(4)]
                 state = breaker.state
             finally:
                 os.kill(pid, signal.SIGCONT)
@@ -214,6 +216,7 @@ async def test_a_frozen_redis_is_left_alone_and_taken_up_again(
 
     assert before.opinion
     assert {(m.opinion, m.holders[0].status, m.holders[0].replica) for m in frozen} == {(False, "unknown", "pod-a")}
+    assert not any(match.opinion for match in after)
     assert state == "open"
     assert breaker.state == "closed"
     assert count <= CONNECTIONS_MAX

@@ -62,18 +62,35 @@ def test_failed_probes_double_the_pause_up_to_the_bound() -> None:
     """Pauses of 1, 2, 4, 4 seconds, and 1 again after it was closed."""
     breaker = opened()
     now, pauses = 0.0, []
-    for _ in range(4):
-        pause = next(p for p in (1.0, 2.0, 4.0, 8.0) if breaker.enter(now + p) is not None)
+    for outcome in ("failed", "failed", "failed", "answered"):
+        probes = ((pause, breaker.enter(now + pause)) for pause in (1.0, 2.0, 4.0, 8.0))
+        pause, permit = next((pause, permit) for pause, permit in probes if permit is not None)
         pauses.append(pause)
         now += pause
-        breaker.leave(breaker_permit(breaker), "failed", now)
+        breaker.leave(permit, outcome, now)
+    for _ in range(3):
+        tell(breaker, "failed", now)
 
     assert pauses == [1.0, 2.0, 4.0, 4.0]
+    assert breaker.enter(now + 0.99) is None
+    assert breaker.enter(now + 1.0) is not None
 
 
-def breaker_permit(breaker: Breaker) -> int:
-    """The permit of the probe just let through."""
-    return breaker._changes
+def test_failures_of_calls_under_way_together_count_once() -> None:
+    """Twenty questions in flight while the router's own loop stands still are one failure, not twenty.
+
+    t=0    |--- 20 calls ---|              all fail at t=1: one failure
+    t=1                     |- 2 calls -|  both fail at t=2: the second
+    """
+    breaker = Breaker(failures_max=3)
+    for now, count in ((0.0, 20), (1.0, 2)):
+        for permit in [breaker.enter(now) for _ in range(count)]:
+            assert permit is not None
+            breaker.leave(permit, "failed", now + 1.0)
+    before = breaker.state
+    tell(breaker, "failed", 2.0)
+
+    assert (before, breaker.state) == ("closed", "open")
 
 
 def test_a_probe_whose_caller_left_is_taken_over_at_once() -> None:

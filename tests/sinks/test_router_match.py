@@ -14,7 +14,7 @@ from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec
 from kvledger_index.views import Catalogue, Claimed, Reading
 from kvledger_router import Breaker, Holder, Index, Match, Media
-from kvledger_router.client import CATALOGUE_TRIES_MAX
+from kvledger_router.client import CATALOGUE_TRIES_MAX, LATE_MAX
 from kvledger_router.standing import PRECEDENCE, Note, Status, verdict
 
 PROMPT = prompt(161)
@@ -461,7 +461,9 @@ class Wrapped:
         self.silent = False
         self.broken = False
         self.calls = 0
-        self.between: list[object] = []
+        self.wakes = asyncio.Event()
+        """What a silent reader waits for."""
+        self.defect: Exception | None = None
         self.moved: frozenset[str] = frozenset()
         self.corrupt = 0
 
@@ -482,7 +484,9 @@ class Wrapped:
         if self.broken:
             raise Unavailable("Redis at nowhere does not answer")
         if self.silent:
-            await asyncio.get_running_loop().create_future()
+            await self.wakes.wait()
+        if self.defect:
+            raise self.defect
 
     def dump(self, model: str | None = None, rank: str | None = None) -> AsyncIterator[Claimed]:
         return self.inner.dump(model, rank)
@@ -499,14 +503,14 @@ class Faulty:
 
 
 @pytest.fixture
-async def faulty(world: World) -> Faulty:
+async def faulty(world: World) -> AsyncIterator[Faulty]:
     """One rank that holds the prompt; three failures open the breaker."""
     await world.fleet.open("pod-a/0")
     await world.fleet.store("pod-a/0", PROMPT)
     reader = Wrapped(world.memory)
     breaker = Breaker(failures_max=3, open_seconds=1.0)
-    index = Index(reader, model=MODEL, deadline_seconds=0.01, breaker=breaker, clock=world.clock.seconds)
-    return Faulty(world, reader, index)
+    async with Index(reader, model=MODEL, deadline_seconds=0.01, breaker=breaker, clock=world.clock.seconds) as index:
+        yield Faulty(world, reader, index)
 
 
 async def test_past_the_deadline_there_is_no_opinion_and_no_exception(faulty: Faulty) -> None:
@@ -576,6 +580,43 @@ async def test_a_caller_that_goes_away_is_no_failure_of_redis(faulty: Faulty) ->
 
     assert (await faulty.index.match(PROMPT)).opinion
     assert faulty.index.counters.abandoned == 5
+
+
+async def test_a_late_reading_goes_on_so_that_the_next_question_need_not_start_anew(faulty: Faulty) -> None:
+    """A handshake longer than the deadline is paid once: the first question fails, its connection serves the second."""
+    faulty.reader.silent = True
+    first = await faulty.index.match(PROMPT)
+    faulty.reader.silent = False
+    faulty.reader.wakes.set()
+    await asyncio.wait(faulty.index._late)
+    second = await faulty.index.match(PROMPT)
+
+    assert (first.opinion, second.opinion) == (False, True)
+    assert faulty.index.counters.catalogues == 1
+
+
+async def test_late_readings_are_bounded_and_end_with_the_index(faulty: Faulty) -> None:
+    faulty.reader.silent = True
+    await asyncio.gather(*(faulty.index.match(PROMPT) for _ in range(LATE_MAX * 3)))
+    await asyncio.sleep(0)
+    late = set(faulty.index._late)
+    await faulty.index.aclose()
+
+    assert len(late) == LATE_MAX
+    assert all(task.cancelled() for task in late)
+
+
+async def test_a_defect_in_a_late_reading_is_reported_not_swallowed(faulty: Faulty) -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    faulty.reader.silent = True
+    await faulty.index.match(PROMPT)
+    faulty.reader.defect = ZeroDivisionError("a defect")
+    faulty.reader.wakes.set()
+    await asyncio.wait(faulty.index._late)
+    await asyncio.sleep(0)  # the wait and the report are told of the end in the same turn
+
+    assert told == [faulty.reader.defect]
 
 
 async def test_a_rank_that_moved_between_the_reads_is_not_exact(faulty: Faulty) -> None:

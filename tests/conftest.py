@@ -61,6 +61,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.services)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Download what the services need before the clock of the first test runs that wants them."""
+    wanted = {"kafka", "create_topics", "kafka_broker"}
+    if session.config.option.collectonly or not any(
+        wanted & set(getattr(i, "fixturenames", ())) for i in session.items
+    ):
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+
+    def progress(sentence: str) -> None:
+        if reporter is not None:
+            reporter.write_line(f"stack: {sentence}")
+
+    with Stack(progress=progress, environment=ENVIRONMENT) as stack:
+        stack.prepare()
+
+
 @pytest.fixture(scope="session")
 def stack(pytestconfig: pytest.Config) -> Iterator[Stack]:
     """The run's services; nothing runs before ``.kafka`` or ``.redis`` is asked for."""

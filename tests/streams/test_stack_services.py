@@ -344,3 +344,19 @@ def test_an_engine_that_cannot_start_containers_is_passed_over(engine: None) -> 
         assert stack.origins == {"redis": "local process"}
 
     assert any("did not start" in sentence and "using a local process instead" in sentence for sentence in said)
+
+
+def test_preparing_downloads_only_what_a_local_kafka_needs(
+    engine: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(stack_module, "kafka_jars", lambda *_: asked.append("jars"))
+    monkeypatch.setattr(stack_module, "find_java", lambda *_: asked.append("java"))
+    place = {"KVLEDGER_CACHE": str(tmp_path)}
+    Stack(environment={**place, "KVLEDGER_KAFKA": "127.0.0.1:1"}).prepare()
+    Stack(environment=place).prepare()  # an engine answers
+
+    assert asked == []
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
+    Stack(environment=place).prepare()
+    assert asked == ["jars", "java"]

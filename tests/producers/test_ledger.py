@@ -536,6 +536,25 @@ def test_one_prefix_under_two_hashes_makes_the_rank_uncertain_once() -> None:
     assert piece.changes[0].runs[0].effective == 1
 
 
+def test_a_span_that_names_one_hash_twice_leaves_it_unplaced() -> None:
+    rank = Rank()
+    rank.take(stored([1, 1, 2, 1], text(4)))
+
+    assert rank.ledger.resident(0) == {1: 3, 2: 1}
+    assert rank.ledger.placed(0) == {2: rank.keys(text(4))[2]}
+
+
+def test_a_block_that_lost_its_name_is_forgotten() -> None:
+    rank = Rank()
+    rank.take(stored([1], text(1)), stored([1], text(1, 7)))
+    lineage = rank.ledger.lineage
+
+    assert not lineage._keys
+    assert not lineage._idle
+    rank.take(stored([2], text(1)))
+    assert rank.ledger.placed(0) == {2: rank.keys(text(1))[0]}
+
+
 # -- lower tiers ----------------------------------------------------------------------------------------------------
 
 
@@ -547,6 +566,27 @@ def test_a_lower_tiers_tokens_never_name_a_gpu_block() -> None:
 
     assert rank.ledger.placed(0, "cpu") == {1: rank.keys(tokens)[0]}
     assert rank.unplaced() == {1}
+
+
+def test_a_lower_tiers_name_is_no_parent_of_a_gpu_event() -> None:
+    rank = Rank()
+    tokens = text(2)
+    rank.take(stored([2], tokens[16:], 1), stored([2], tokens[16:], 1, medium="CPU"))
+    rank.take(stored([1], tokens[:16], medium="CPU"))
+
+    assert rank.unplaced() == {2}
+    assert set(rank.ledger.placed(0, "cpu")) == {1}, "the orphan kept is the GPU's"
+    rank.take(stored([1], tokens[:16]))
+    assert rank.unplaced() == rank.unplaced(0, "cpu") == set()
+
+
+def test_an_orphan_of_a_lower_tier_is_attached_there() -> None:
+    rank = Rank()
+    tokens = text(2)
+    rank.take(stored([2], tokens[16:], 1, medium="CPU"))
+    rank.take(stored([1], tokens[:16], medium="CPU"))
+
+    assert dict(zip((1, 2), rank.keys(tokens), strict=True)) == rank.ledger.placed(0, "cpu")
 
 
 def test_a_gpu_event_overrules_what_a_lower_tier_said() -> None:

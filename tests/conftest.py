@@ -63,10 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Download what the services need before the clock of the first test runs that wants them."""
-    wanted = {"kafka", "create_topics", "kafka_broker"}
-    if session.config.option.collectonly or not any(
-        wanted & set(getattr(i, "fixturenames", ())) for i in session.items
-    ):
+    asked = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if session.config.option.collectonly or not asked & {"kafka", "kafka_broker"}:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
 
@@ -74,7 +72,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.write_line(f"stack: {sentence}")
 
-    with Stack(progress=progress, environment=ENVIRONMENT) as stack:
+    with Stack(progress=progress, environment=ENVIRONMENT, local="kafka_broker" in asked) as stack:
         stack.prepare()
 
 

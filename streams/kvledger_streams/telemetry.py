@@ -30,7 +30,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final, Literal, TextIO
 
 import msgspec
@@ -104,7 +104,8 @@ class Telemetry:
             processors=[
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-                structlog.processors.JSONRenderer(sort_keys=False),
+                _code_first,
+                structlog.processors.JSONRenderer(),
             ],
             wrapper_class=structlog.BoundLogger,
         )
@@ -208,6 +209,11 @@ class Telemetry:
 
     def _say(self, level: Level, code: Code, **fields: Any) -> None:
         getattr(self._log, level)(code, **fields)
+
+
+def _code_first(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """When, how bad and what stand at the start of a line, where a reader looks."""
+    return {"ts": fields.pop("ts"), "level": fields.pop("level"), "event": fields.pop("event"), **fields}
 
 
 class LibraryLog(logging.Handler):

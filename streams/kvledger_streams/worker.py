@@ -31,13 +31,28 @@ COMMIT_SECONDS = 1.0
 """Between two commits of Kafka offsets. They serve lag tools only: nobody reads them back."""
 
 
+JUMPS_KNOWN_MAX = 1_000
+"""Places of a partition where offsets are missing for good; a log with more of them is not asked again."""
+
+
 class Fetched(Protocol):
     """A record as a Kafka consumer hands it over."""
 
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
+    @property
+    def offset(self) -> int:
+        """Its place in the partition."""
+
+    @property
+    def timestamp(self) -> int:
+        """Log time in ms."""
+
+    @property
+    def key(self) -> bytes | None:
+        """As it is on the topic."""
+
+    @property
+    def value(self) -> bytes | None:
+        """As it is on the topic."""
 
 
 class Batch(NamedTuple):
@@ -92,7 +107,8 @@ class _Partition:
         self.since = now
         self.stamped_at = -1.0
         self.applied = 0
-        self.jump: tuple[int, int] | None = None
+        self.jumps: set[tuple[int, int]] = set()
+        """Offsets left out that were asked for again: (due, came)."""
 
 
 class Worker:
@@ -122,7 +138,7 @@ class Worker:
         self._readable = asyncio.Event()
         self._committed: dict[int, int] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._due = {"commit": 0.0, "topic": 0.0, "report": 0.0}
+        self._due = {"commit": 0.0, "topic": 0.0, "report": now() + settings.report_seconds}
 
     def attach(self, source: Source) -> None:
         """The consumer to seek in; before the first assignment."""
@@ -262,11 +278,11 @@ class Worker:
         """Offsets of this log follow each other. A fetch that leaves some out is asked for again, once: the client may
         have dropped them on an error. What then still is missing the broker does not have; numbers tell what it was.
         """
-        first = batch.records[0].offset
-        if first <= state.read or part.jump == (state.read, first):
+        jump = _jump(state.read, batch.records)
+        if jump is None or jump in part.jumps or len(part.jumps) >= JUMPS_KNOWN_MAX:
             return
-        part.jump = (state.read, first)
-        msg = f"offset {first} came where {state.read} was due"
+        part.jumps.add(jump)
+        msg = f"offset {jump[1]} came where {jump[0]} was due"
         raise _Resync(msg)
 
     async def _advance(self, part: _Partition, state: PartitionState, records: Iterable[LogRecord], end: int) -> None:
@@ -384,6 +400,18 @@ class Worker:
             "lag": sum(max(0, end - state.read) for state, end in ends if end is not None),
             "unfinished": max((state.read - state.restart for state in states), default=0),
         }
+
+
+def _jump(due: int, records: Sequence[Fetched]) -> tuple[int, int] | None:
+    """The first place where records leave offsets out: (due, came). O(1) where none does."""
+    first, last = records[0].offset, records[-1].offset
+    if first <= due and last - first == len(records) - 1:
+        return None
+    for record in records:
+        if record.offset > due:
+            return due, record.offset
+        due = max(due, record.offset + 1)
+    return None
 
 
 def _nonce() -> bytes:

@@ -1,7 +1,4 @@
-"""A writer of valid logs for tests of the fold: ranks that store, remove and clear, and the truth about them.
-
-Loaded by path (the test tree has no packages): ``runpy.run_path(...)["RankLog"]``.
-"""
+"""A writer of valid logs for tests of the fold: ranks that store, remove and clear, and the truth about them."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class RankLog:
 
     def __init__(
         self,
-        log: list[tuple[bytes, bytes]],
+        log: list[tuple[bytes | None, bytes | None]],
         replica: str = "pod-a",
         rank: int = 0,
         *,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import runpy
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranklog import RankLog, prompt
 
 from kvledger_index.model import MEDIA, GroupSpec, ModelEntry
 from kvledger_wire.accept import (
@@ -39,11 +38,8 @@ from kvledger_wire.records import (
     decode_event,
 )
 
-_ranklog = runpy.run_path(str(Path(__file__).with_name("ranklog.py")))
-RankLog: Any = _ranklog["RankLog"]
-prompt: Any = _ranklog["prompt"]
-
 ENTRY = ModelEntry(model="m")
+Log = list[tuple[bytes | None, bytes | None]]
 PROMPTS = [prompt("p", 40), prompt("p", 40, fork=20, branch="b"), prompt("q", 9)]
 
 
@@ -302,7 +298,7 @@ class Model:
         self.state = RankState()
         self.claims: set[tuple[int | None, str, int]] = set()
 
-    def take(self, offset: int, key: bytes, value: bytes) -> None:
+    def take(self, offset: int, key: bytes | None, value: bytes | None) -> None:
         group = parse_key(key).group
         for effect in accept(self.state, group, decode_event(value), offset):
             match effect:
@@ -330,9 +326,9 @@ class Model:
         return at
 
 
-def valid_log(seed: int, length: int) -> tuple[Any, list[tuple[bytes, bytes]]]:
+def valid_log(seed: int, length: int) -> tuple[RankLog, Log]:
     rnd = random.Random(seed)
-    log: list[tuple[bytes, bytes]] = []
+    log: Log = []
     rank = RankLog(log, owner=3)
     rank.take_over(3)
     for i in range(length):

@@ -6,14 +6,13 @@ import asyncio
 import io
 import json
 import random
-import runpy
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranklog import RankLog, prompt
 
 from kvledger_index.errors import Refused
 from kvledger_index.errors import Unavailable as RedisUnavailable
@@ -26,10 +25,6 @@ from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_streams.worker import Batch, Worker
 from kvledger_wire.errors import WrongTopic
-
-_ranklog = runpy.run_path(str(Path(__file__).with_name("ranklog.py")))
-RankLog: Any = _ranklog["RankLog"]
-prompt: Any = _ranklog["prompt"]
 
 PROMPTS = [prompt("p", 40), prompt("p", 40, fork=20, branch="b"), prompt("q", 9)]
 SETTINGS = Settings(kafka="-", redis="-", retry_seconds_min=1.0, retry_seconds_max=4.0)
@@ -193,7 +188,7 @@ async def claims(index: MemoryIndex) -> Claims:
     return {(claim.rank, claim.group, claim.medium, claim.key) async for claim in index.dump()}
 
 
-def write(kafka: Kafka, seed: int, length: int = 60, ranks: int = 4) -> list[Any]:
+def write(kafka: Kafka, seed: int, length: int = 60, ranks: int = 4) -> list[RankLog]:
     """Valid logs of some ranks, each in its partition; their writers know the truth."""
     rnd = random.Random(seed)
     writers = []
@@ -208,7 +203,7 @@ def write(kafka: Kafka, seed: int, length: int = 60, ranks: int = 4) -> list[Any
     return writers
 
 
-def truth(writers: list[Any]) -> Claims:
+def truth(writers: list[RankLog]) -> Claims:
     return {(writer.id, *claim) for writer in writers for claim in writer.held}
 
 
@@ -332,8 +327,7 @@ async def test_a_defect_blocks_its_partition_and_the_others_are_read() -> None:
 
 def place(claim: tuple[str, int | None, str, int], partitions: int = 2) -> int:
     replica, rank = claim[0].split("/")
-    where: int = RankLog([], replica, int(rank)).partition(partitions)
-    return where
+    return RankLog([], replica, int(rank)).partition(partitions)
 
 
 async def test_a_silent_kafka_keeps_partitions_waiting() -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-import runpy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranklog import RankLog, prompt, runs
 
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec, ModelEntry
@@ -35,11 +34,6 @@ from kvledger_wire import accept as accepting
 from kvledger_wire import records as wire
 from kvledger_wire.accept import RankState
 from kvledger_wire.partition import record_key
-
-_ranklog = runpy.run_path(str(Path(__file__).with_name("ranklog.py")))
-RankLog: Any = _ranklog["RankLog"]
-prompt: Any = _ranklog["prompt"]
-runs: Any = _ranklog["runs"]
 
 TOPIC = "topic-1"
 ENTRY = ModelEntry(model="m", groups=(GroupSpec(0, "full_attention", 16),))
@@ -66,18 +60,18 @@ def steps_of(
     return list(fold(state or state_at(start), records, end=start + len(log), nonce=nonces(), tally=tally or Tally()))
 
 
-def opened_rank(**entry: Any) -> tuple[Any, Log]:
+def opened_rank(**entry: Any) -> tuple[RankLog, Log]:
     log: Log = []
     rank = RankLog(log, entry=msgspec.structs.replace(ENTRY, **entry))
     rank.open()
     return rank, log
 
 
-def key_of(rank: Any, group: int | str | None = "*") -> bytes:
+def key_of(rank: RankLog, group: int | str | None = "*") -> bytes:
     return record_key(rank.replica, rank.rank, group)
 
 
-def put_run(rank: Any, run: wire.Run, *, op: int = wire.STORED, medium: int = 0, group: Any = 0) -> None:
+def put_run(rank: RankLog, run: wire.Run, *, op: int = wire.STORED, medium: int = 0, group: Any = 0) -> None:
     rank.events(wire.Change(op, medium, 1, 0.0, (run,)), group=group)
 
 
@@ -594,7 +588,7 @@ def test_a_rank_that_mixes_both_is_uncertain() -> None:
 # -- properties ------------------------------------------------------------------------------------------------------
 
 
-def partition_log(seed: int, length: int, ranks: int = 3) -> tuple[list[Any], Log]:
+def partition_log(seed: int, length: int, ranks: int = 3) -> tuple[list[RankLog], Log]:
     """Several ranks' valid records, interleaved; junk and unreadable keys in between."""
     rnd = random.Random(seed)
     log: Log = []
@@ -621,7 +615,7 @@ async def claims(index: MemoryIndex) -> set[tuple[str, int | None, str, int]]:
     return {(claim.rank, claim.group, claim.medium, claim.key) async for claim in index.dump()}
 
 
-def truth(writers: list[Any]) -> set[tuple[str, int | None, str, int]]:
+def truth(writers: list[RankLog]) -> set[tuple[str, int | None, str, int]]:
     return {(writer.id, *claim) for writer in writers for claim in writer.held}
 
 

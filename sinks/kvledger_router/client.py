@@ -143,7 +143,8 @@ class Index:
 
         One round trip, two where the prompt branches inside a row, one more where the catalogue changed. Raises
         InvalidInput for the caller's own mistakes (a token outside u32), nothing else: past the deadline, or while the
-        breaker is open, the match has no opinion. CPU: well under 10 ms for 8 k tokens and 64 ranks.
+        breaker is open, the match has no opinion. The router's own CPU is O(tokens + holders of rows): a few ms for
+        8 k tokens and 64 ranks (``tests/benchmarks/match.py``).
         """
         prompt, asked = self._prompt(token_ids, lora, salt, media), _names(replicas)
         answer = await self._ask(prompt)
@@ -185,6 +186,8 @@ class Index:
         self._hints.expect(match.keys, replica, rank, self._clock(), seconds)
 
     def _prompt(self, token_ids: Sequence[int], lora: str | None, salt: str | None, media: Iterable[Media]) -> _Prompt:
+        if isinstance(token_ids, bytes | bytearray):
+            raise InvalidInput("token ids must be integers, got bytes, whose layout nobody knows")
         extras = [(item.offset, item.identifier) for item in media]
         for offset, _ in extras:
             if offset < 0:
@@ -194,7 +197,6 @@ class Index:
     async def _ask(self, prompt: _Prompt) -> _Answer | _NoOpinion:
         """The readings of an answer, or why there are none. One deadline for all of it, connecting included."""
         self.counters.asked += 1
-        before = self._breaker.state
         permit = self._breaker.enter(self._clock())
         if permit is None:
             self.counters.refused += 1
@@ -217,6 +219,7 @@ class Index:
             self.counters.abandoned += 1
             raise
         finally:
+            before = self._breaker.state
             self._breaker.leave(permit, outcome, self._clock())
             if self._breaker.state != before:
                 why = answer.why if isinstance(answer, _NoOpinion) else ""

@@ -506,3 +506,15 @@ def test_a_limit_that_explain_names_is_one(case: Case) -> None:
             assert ending.missing[1] not in case.held[ending.group]
     if length + rule.alignment < case.tokens:
         assert any(ending.limits for ending in found)
+
+
+def test_explain_covers_every_group_of_every_layout() -> None:
+    """With EAGLE too, whose dropped block nobody lacks: then nobody may be blamed, but everyone is listed."""
+    rng = random.Random(13)
+    for _ in range(2_000):
+        case = random_case(rng)
+        rule = compile_rule(case.groups, stride=STRIDE, hash_block_size=h_of(case), partial_hash_hits=case.partial)
+        found = explain(rule, case.tokens, {g: bits_of(have) for g, have in case.held.items()})
+
+        assert {ending.group for ending in found} == {g.group for g in case.groups}
+        assert all(end not in case.held[e.group] for e in found if e.missing for end in e.missing[1:])

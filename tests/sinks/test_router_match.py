@@ -328,6 +328,17 @@ async def test_unplaced_hashes_that_cannot_matter_leave_an_answer_exact(world: W
     assert (holder.hit_tokens, holder.status) == (48, "exact")
 
 
+async def test_a_prompt_that_was_cut_is_a_lower_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvledger_router.client.PROMPT_TOKENS_MAX", 64)
+    await world.fleet.open("pod-a/0")
+    await world.fleet.store("pod-a/0", PROMPT)
+    match = await world.index.match(PROMPT)
+
+    assert match.tokens == 161
+    assert (only(match).hit_tokens, only(match).status) == (48, "at_least")
+    assert "64 of 161" in only(match).reason
+
+
 def test_every_status_but_exact_has_its_place_in_the_precedence() -> None:
     notes = [Note(status, status) for status in reversed(PRECEDENCE)]
     order: list[Status] = []
@@ -444,6 +455,8 @@ async def test_other_mistakes_of_the_caller_are_named(world: World) -> None:
         await world.index.match(PROMPT, media=[Media("secret-image", -3)])
     with pytest.raises(InvalidInput, match="names"):
         await world.index.match(PROMPT, replicas="pod-a")
+    with pytest.raises(InvalidInput, match="got bytes"):
+        await world.index.match(bytes(PROMPT[:4]))
     with pytest.raises(InvalidInput, match="deadline_seconds 0"):
         Index(world.memory, model=MODEL, deadline_seconds=0)
     with pytest.raises(InvalidInput, match="Redis URL"):
@@ -567,7 +580,18 @@ async def test_breaker_changes_are_logged_as_events(faulty: Faulty, caplog: pyte
     await faulty.index.match(PROMPT)
     events = [(r.__dict__["event"], r.__dict__["before"], r.__dict__["after"]) for r in caplog.records]
 
-    assert events == [("breaker_changed", "closed", "open"), ("breaker_changed", "open", "closed")]
+    assert events == [("breaker_changed", "closed", "open"), ("breaker_changed", "half_open", "closed")]
+
+
+async def test_a_change_that_many_questions_witness_is_logged_once(
+    faulty: Faulty, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.reader.broken = True
+    for _ in range(3):
+        await asyncio.gather(*(faulty.index.match(PROMPT) for _ in range(10)))
+        faulty.world.clock.pass_seconds(0.001)
+
+    assert [r.__dict__["after"] for r in caplog.records] == ["open"]
 
 
 async def test_a_caller_that_goes_away_is_no_failure_of_redis(faulty: Faulty) -> None:

@@ -84,7 +84,8 @@ def extend(parent: int, tokens: bytes, stride: int, *, start: int = 0, extras: S
             by_stride.setdefault(offset // stride, []).append((offset % stride, _text(identifier)))
     for i in range(count):
         data = tokens[i * step : (i + 1) * step]
-        for offset, raw in sorted(by_stride.get(i, ())):
+        # by offset, then identifier: its length, which comes first in the bytes, must not decide
+        for offset, raw in sorted(by_stride.get(i, ()), key=lambda extra: (extra[0], extra[1][4:])):
             data += _U32.pack(offset) + raw
         key = _hash(data, key)
         keys.append(key)

@@ -31,6 +31,8 @@ def placed(*events: BlockStored, multimodal: bool | None = None) -> list[int | N
     for seq, each in enumerate(events):
         ledger.apply(seq, Batch(0.0, 0, (each,)))
     keys = {name: key for group in ledger.groups for name, key in ledger.placed(group).items()}
+    resident = {name for group in ledger.groups for name in ledger.resident(group)}
+    assert resident >= {1, 2, 3, 4}, "what cannot be placed is resident all the same"
     return [keys.get(name) for name in (1, 2, 3, 4)]
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_fleet import FULL, MODEL, WINDOW, Fleet, prompt
+from router_fleet import FULL, MODEL, PROMPT, WINDOW, Fleet
 
 from kvledger.cli import main
 from kvledger_index.writer import RedisWriter
 
-PROMPT = prompt(161)
 Match = Callable[..., tuple[int, str, str]]
 
 

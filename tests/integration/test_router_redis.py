@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
-from router_fleet import FULL, MODEL, WINDOW, Fleet, prompt
+from router_fleet import FULL, MODEL, PROMPT, WINDOW, Fleet, prompt
 
 from kvledger.stack.redis import LocalRedis, redis_pid
 from kvledger_index.memory import MemoryIndex
@@ -25,7 +25,6 @@ from kvledger_router import Breaker, Holder, Index
 EventuallyAsync = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 RedisServer = Callable[[], LocalRedis]
 
-PROMPT = prompt(161)
 PATIENT = 5.0
 """Seconds: a deadline that a busy test machine keeps, for tests that are not about deadlines."""
 

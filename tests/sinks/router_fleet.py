@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from kvledger_index.blockkeys import SEGMENT_STRIDES, Extra, prompt_keys
 from kvledger_index.contract import IndexWriter
+from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec, Medium, lane_code
 from kvledger_index.units import NEVER, Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step
+from kvledger_router import Holder, Index, Match
 
 MODEL = "gemma-3-1b-it"
 STRIDE = 16
@@ -39,6 +43,16 @@ class Clock:
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Tokens that share no stride with those of another seed."""
     return [(seed * 100_003 + i * 7) % 50_000 for i in range(length)]
+
+
+PROMPT = prompt(161)
+"""Ten blocks of 16 and a token."""
+
+
+def only(match: Match) -> Holder:
+    """The one holder of a match."""
+    assert len(match) == 1
+    return match.holders[0]
 
 
 def puts(
@@ -169,3 +183,23 @@ class Fleet:
         outcome = await self.writer.apply(step)
         assert outcome.verdict == "applied", outcome
         self._restart += 1
+
+
+@dataclass
+class World:
+    """A router over a fleet in memory, both on one clock that only tests move."""
+
+    clock: Clock
+    memory: MemoryIndex
+    fleet: Fleet
+    index: Index
+
+
+@asynccontextmanager
+async def new_world() -> AsyncIterator[World]:
+    clock = Clock()
+    memory = MemoryIndex(clock_ms=clock)
+    fleet = Fleet(memory)
+    await fleet.start()
+    async with Index(memory, model=MODEL, deadline_seconds=5.0, clock=clock.seconds) as index:
+        yield World(clock, memory, fleet, index)

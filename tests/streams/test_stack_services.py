@@ -178,6 +178,22 @@ def test_what_started_is_stopped_if_the_rest_fails(monkeypatch: pytest.MonkeyPat
     assert stack.processes == []
 
 
+def test_a_service_that_cannot_be_stopped_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = Stack(local=True)
+    first, second = stack.new_redis("first"), stack.new_redis("second")
+    for server in (first, second):
+        server.start()
+    folder = stack.folder.path
+    monkeypatch.setattr(second, "stop", lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        stack.stop()
+    second.kill()
+
+    assert not first.running
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("line", "version"),
     [

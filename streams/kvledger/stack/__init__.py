@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self
@@ -94,15 +95,17 @@ class Stack:
             raise
 
     def stop(self) -> None:
-        """Stop what was started here, last first, and delete temporary data; harmless if repeated."""
-        try:
-            while self._started:
-                self._started.pop().stop()
-        finally:
-            self._kafka = self._redis = None
-            if self._folder is not None:
-                self._folder.close()
-                self._folder = None
+        """Stop what was started here, last first, and delete temporary data; harmless if repeated.
+
+        One that cannot be stopped does not keep the others; its error is raised at the end.
+        """
+        started, folder = self._started, self._folder
+        self._started, self._folder, self._kafka, self._redis = [], None, None, None
+        with ExitStack() as stops:
+            if folder is not None:
+                stops.callback(folder.close)
+            for one in started:
+                stops.callback(one.stop)
 
     def __enter__(self) -> Self:
         return self

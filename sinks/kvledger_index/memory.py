@@ -31,6 +31,7 @@ from kvledger_index.units import (
     Step,
     Stored,
     check_keys,
+    check_numbers,
     check_step,
 )
 from kvledger_index.views import Catalogue, Claimed, PartitionView, Pulse, RankView, Reading, Segment
@@ -104,6 +105,7 @@ class MemoryIndex:
 
     async def seek(self, partition: int, topic_id: str, restart: int, target: int, *, drop: bool) -> None:
         """Record a (re)seek; ``drop`` forgets the partition's ranks. O(ranks of the partition + their blocks)."""
+        check_numbers(partition, restart, target)
         store = self._store
         have = store.partitions.get(partition)
         same = have is not None and have.progress.topic_id == topic_id

@@ -184,6 +184,10 @@ class Stored(NamedTuple):
 
 def check_step(step: Step) -> None:
     """Raise InvalidInput where a step breaks a bound stated above; every writer calls this first. O(ops)."""
+    check_numbers(step.partition, step.restart_before, step.restart, step.read, step.broker_ms)
+    if not step.restart_before <= step.restart <= step.read:
+        offsets = (step.restart_before, step.restart, step.read)
+        raise InvalidInput(f"restart before, restart and read {offsets} do not ascend")
     if len(step.nonce) != NONCE_BYTES:
         raise InvalidInput(f"nonce of {len(step.nonce)} bytes, {NONCE_BYTES} expected")
     if len(step.units) > STEP_UNITS_MAX:
@@ -199,6 +203,7 @@ def check_step(step: Step) -> None:
 def _check_unit(unit: RankUnit, partition: int) -> None:
     if "/" not in unit.rank:
         raise InvalidInput(f"rank {unit.rank!r} is not replica/rank")
+    check_numbers(partition, *unit.before, *unit.after, unit.broker_ms)
     if unit.after < unit.before:
         raise InvalidInput(f"unit of {unit.rank}: stamp after {tuple(unit.after)} < before {tuple(unit.before)}")
     if unit.card is not None and (unit.card.model, unit.card.partition) != (unit.model, partition):
@@ -224,6 +229,15 @@ def _check_put(op: Put) -> None:
     if op.position == 0 and op.row != op.keys[0]:
         raise InvalidInput(f"row {op.row:016x} does not start with the key at its position 0, {op.keys[0]:016x}")
     check_keys((op.row, op.parent, *op.keys))
+
+
+def check_numbers(partition: int, *numbers: int) -> None:
+    """Raise InvalidInput for a partition outside 0..2^32-1, or an offset, stamp or time outside 64 bits, signed."""
+    if not 0 <= partition < 1 << 32:
+        raise InvalidInput(f"partition {partition} is outside 0..2^32-1")
+    for number in numbers:
+        if not -(1 << 63) <= number < 1 << 63:
+            raise InvalidInput(f"number {number} is outside -2^63..2^63-1")
 
 
 def check_keys(keys: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from kvledger_index.errors import Corrupt, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
 from kvledger_index.server import address_of, connect, failures, faults
-from kvledger_index.units import NONCE_BYTES, Outcome, Progress, Put, Stamp, Step, Stored, check_step
+from kvledger_index.units import NONCE_BYTES, Outcome, Progress, Put, Stamp, Step, Stored, check_numbers, check_step
 from kvledger_index.values import (
     NEVER_BYTES,
     decode_partition,
@@ -43,10 +43,10 @@ class Library:
     reaches its own or none: nothing to compare, and nothing that a newer build could break for an older one.
     """
 
-    def __init__(self) -> None:
-        folder = files("kvledger_index") / "functions"
-        body = "\n".join((folder / part).read_text("utf-8") for part in _LIBRARY_PARTS)
+    def __init__(self, body: str) -> None:
+        """Of the source without its first lines, which name the build."""
         self.build = hashlib.sha256(body.encode()).hexdigest()[:12]
+        self.body = body
         self.source = f"#!lua name=kvledger0_{self.build}\nlocal BUILD = '{self.build}'\n{body}"
 
     def name(self, operation: str) -> str:
@@ -57,7 +57,8 @@ class Library:
 @cache
 def library() -> Library:
     """The one library of this build."""
-    return Library()
+    folder = files("kvledger_index") / "functions"
+    return Library("\n".join((folder / part).read_text("utf-8") for part in _LIBRARY_PARTS))
 
 
 class RedisWriter:
@@ -67,6 +68,7 @@ class RedisWriter:
         """Over a client of one's own making (Sentinel), which should not repeat commands by itself."""
         self._keyspace = Keyspace(namespace)
         self._client = client
+        self._library = library()
         self._gate = asyncio.Semaphore(CONNECTIONS_MAX)
         self.address = address_of(client)
         self.loads = 0
@@ -119,6 +121,7 @@ class RedisWriter:
 
     async def seek(self, partition: int, topic_id: str, restart: int, target: int, *, drop: bool) -> None:
         """Record a (re)seek (``functions/seek.lua``)."""
+        check_numbers(partition, restart, target)
         answer = await self._fcall(
             "seek",
             str(partition),
@@ -177,7 +180,7 @@ class RedisWriter:
 
         A call of an unknown function did nothing, so the second one is not a repetition.
         """
-        call = ("FCALL", library().name(operation), 1, self._keyspace.prefix, *args)
+        call = ("FCALL", self._library.name(operation), 1, self._keyspace.prefix, *args)
         try:
             return await self._call(*call)
         except Refused as refused:
@@ -188,7 +191,7 @@ class RedisWriter:
 
     async def _load_library(self) -> None:
         self.loads += 1
-        await self._call("FUNCTION", "LOAD", "REPLACE", library().source)
+        await self._call("FUNCTION", "LOAD", "REPLACE", self._library.source)
 
     async def _call(self, *command: str | bytes | int) -> Any:
         async with self._gate:

@@ -109,7 +109,7 @@ class Session:
         self._answers: deque[tuple[int, bytes] | _End] = deque()
         self._answer_bytes = 0
         # the present connection
-        self._sewn = False
+        self._sewn, self._stale = False, True
         self._seen: dict[int, bytes] = {}
         self._identity: str | None = None
         self._identity_read = self._identity_asked = False
@@ -128,8 +128,8 @@ class Session:
 
     def live(self, seq: int, payload: bytes) -> None:
         """A batch on the live socket."""
-        if self.rank.replay and self.phase not in OWNING:
-            return  # replay will bring it
+        if self._stale or (self.rank.replay and self.phase not in OWNING):
+            return  # of a socket that is about to be closed, or replay will bring it
         self._live.append((seq, payload))
         self._live_bytes += len(payload)
 
@@ -158,6 +158,8 @@ class Session:
         """The live socket has a peer. What it sends counts only once the seam is closed."""
         if self.attached:
             self.disconnected()  # a second publisher on one address: nothing tells their batches apart
+        if self._stale:
+            return
         self.attached, self._sewn = True, False
         if self.rank.replay:
             self._clear_live()  # replay brings it; without a replay endpoint it may be the start of a life
@@ -166,12 +168,16 @@ class Session:
 
     def disconnected(self) -> None:
         """The live socket lost its peer: everything read so far, on both sockets, proves nothing any more."""
+        if self._stale:
+            return
         self.attached = self._sewn = False
         self._clear_live()
         self._forget_identity()
         self._drop_ask()
         self._doubt("disconnected")
         self._retry_at = 0.0
+        if not self.rank.replay and self.phase is not Phase.SUSPECT:
+            self._reopen()  # a batch of the old connection that is still on its way must not open a life
 
     def identified(self, identity: str | None) -> None:
         """The answer to AskProcess; None: it could not be read."""
@@ -294,6 +300,7 @@ class Session:
             self._request(may_ask=may_ask)
         out = list(self._out)
         self._out.clear()
+        self._stale = False
         return out
 
     # ---- ownership
@@ -550,6 +557,7 @@ class Session:
         self._forget_identity()
         self.attached = self._sewn = self._again = False
         self._stuck = 0
+        self._stale = True  # until the caller has the command, what it reads is of the old socket
         self._out.append(OpenData())
 
     # ---- small ones

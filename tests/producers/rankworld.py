@@ -306,8 +306,8 @@ class Desk:
 
     def follow(self, engine: Engine) -> Desk:
         """Claim, connect, replay from the start: the usual beginning."""
-        self.session.connected()
         self.turn()
+        self.session.connected()
         self.serve(engine)
         self.turn()
         return self

@@ -1,0 +1,236 @@
+"""Engines without a replay endpoint: lives begin live, and only the process proves them."""
+
+from __future__ import annotations
+
+import pytest
+from rankworld import AskProcess, Desk, Engine, OpenData, payload
+
+from kvledger_bridge.continuity import First, Known, Nothing, Phase, Process, judge
+from kvledger_bridge.lifelog import digest_of
+from kvledger_wire.records import Gap, Heartbeat, Opened, Resumed
+
+
+def start(engine: Engine, *, process: bool = False, identity: str | None = "p1") -> Desk:
+    """Claimed and connected, and where asked for, identified."""
+    desk = Desk(replay=False, process=process)
+    desk.turn()
+    desk.session.connected()
+    desk.turn()
+    if process:
+        assert desk.did(AskProcess) == 1
+        desk.session.identified(identity)
+        desk.turn()
+    return desk
+
+
+def test_opened_waits_for_the_first_live_batch() -> None:
+    desk, engine = start(Engine()), Engine()
+    before = desk.reader.kinds()
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+
+    assert before == ["Fence"]
+    assert desk.reader.kinds() == ["Fence", "Opened", "Events"]
+    assert (desk.reader.status, desk.reader.blocks) == ("exact", {"a"})
+
+
+def test_a_first_batch_above_zero_opens_a_partial_life_at_it() -> None:
+    desk, engine = start(Engine()), Engine()
+    engine.step("+a")
+    second = engine.step("+b")
+    desk.session.live(*second)
+    desk.session.live(*engine.step("+c"))
+    desk.turn()
+
+    opened = desk.reader.of(Opened)[0]
+    assert (opened.seq, opened.digest, opened.partial) == (1, digest_of(second[1]), True)
+    assert (desk.reader.status, desk.reader.blocks) == ("at_least", {"c"})
+
+
+def test_batches_that_came_before_the_fence_are_not_lost() -> None:
+    """Without replay nobody brings them back, so they wait."""
+    engine = Engine()
+    desk = Desk(replay=False)
+    desk.hold = lambda _record: True
+    desk.turn()
+    desk.session.connected()
+    desk.session.live(*engine.step("+a"))
+    desk.turn(1.0)
+    desk.hold = lambda _record: False
+    desk.session.acknowledged(desk.session._awaited, 0)  # type: ignore[arg-type]  # the claim
+    desk.turn()
+
+    assert (desk.reader.status, desk.reader.blocks) == ("exact", {"a"})
+
+
+def test_a_gap_cannot_be_filled_and_is_written_at_once() -> None:
+    desk, engine = start(Engine()), Engine()
+    desk.session.live(*engine.step("+a"))
+    engine.step("+b")
+    desk.session.live(*engine.step("+c"))
+    desk.session.live(*engine.step("+d"))
+    desk.turn()
+
+    gap = desk.reader.of(Gap)[0]
+    assert (gap.first, gap.last) == (1, 1)
+    assert (desk.reader.status, desk.reader.blocks) == ("at_least", {"d"})
+
+
+def test_without_an_identity_every_disconnect_ends_the_life() -> None:
+    """Live 0 | 1   nothing proves the same engine: Suspended, a new socket, and Opened with the next batch."""
+    desk, engine = start(Engine()), Engine()
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    desk.session.disconnected()
+    desk.turn()
+    assert desk.did(OpenData) == 1
+    assert (desk.reader.status, desk.session.phase) == ("suspended", Phase.OPENING)
+    desk.session.connected()
+    desk.session.live(*engine.step("+b"))
+    desk.turn()
+
+    assert desk.reader.kinds()[2:] == ["Events", "Suspended", "Opened"]
+    assert desk.reader.of(Opened)[1].partial
+    assert (desk.reader.status, desk.reader.blocks) == ("at_least", set())
+
+
+def test_the_same_process_proves_the_same_life() -> None:
+    """Live 0 | 1   the identity, read after the connection came back, is the old one: Resumed, and 1 follows."""
+    engine = Engine()
+    desk = start(engine, process=True)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    desk.session.disconnected()
+    desk.turn()
+    early = desk.did(AskProcess)
+    desk.session.connected()
+    desk.session.live(*engine.step("+b"))
+    desk.turn()
+    assert (early, desk.did(AskProcess)) == (0, 1)
+    assert desk.reader.blocks == {"a"}
+    desk.session.identified("p1")
+    desk.turn()
+
+    assert desk.reader.of(Opened)[0].process == "p1"
+    assert desk.reader.of(Resumed)[0].how == "process"
+    assert (desk.reader.status, desk.reader.blocks) == ("exact", {"a", "b"})
+
+
+def test_another_process_is_another_life() -> None:
+    engine = Engine()
+    desk = start(engine, process=True)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    engine.restart()
+    desk.session.disconnected()
+    desk.session.connected()
+    desk.turn()
+    desk.session.identified("p2")
+    desk.turn()
+    assert desk.did(OpenData) == 1
+    desk.session.connected()
+    desk.turn()
+    desk.session.identified("p2")
+    desk.session.live(*engine.step("+x"))
+    desk.turn()
+
+    assert desk.reader.of(Opened)[1].process == "p2"
+    assert (desk.reader.status, desk.reader.blocks) == ("exact", {"x"})
+
+
+def test_an_identity_read_on_an_earlier_connection_proves_nothing() -> None:
+    """AskProcess | disconnect | connected | the late answer of before: it is not taken."""
+    engine = Engine()
+    desk = start(engine, process=True)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    desk.session.disconnected()
+    desk.session.connected()
+    desk.turn()
+    assert desk.did(AskProcess) == 1
+    desk.session.disconnected()
+    desk.session.identified("p1")
+    desk.turn()
+
+    assert desk.reader.status == "suspended"
+
+
+def test_an_identity_that_cannot_be_read_is_asked_again_and_meanwhile_suspended() -> None:
+    engine = Engine()
+    desk = start(engine, process=True)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    desk.session.disconnected()
+    desk.session.connected()
+    desk.turn()
+    desk.session.identified(None)
+    desk.turn()
+    assert (desk.did(AskProcess), desk.reader.status) == (0, "suspended")
+    desk.turn(0.2)
+    assert desk.did(AskProcess) == 1
+    desk.session.identified("p1")
+    desk.turn()
+
+    assert desk.reader.status == "exact"
+
+
+def test_a_life_may_open_without_an_identity_but_cannot_be_proven_later() -> None:
+    engine = Engine()
+    desk = start(engine, process=True, identity=None)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    assert desk.reader.status == "exact"
+    desk.session.disconnected()
+    desk.session.connected()
+    desk.turn()
+    desk.session.identified("p1")
+    desk.turn()
+
+    assert desk.session.phase is Phase.OPENING
+    assert desk.reader.status == "suspended"
+
+
+def test_an_idle_rank_is_not_called_complete() -> None:
+    """Nobody can be asked, so there is no heartbeat: the rank goes stale by age."""
+    engine = Engine()
+    desk = start(engine)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    desk.wait(10)
+
+    assert desk.reader.of(Heartbeat) == []
+    assert desk.asked() == []
+
+
+def test_a_repeated_sequence_with_other_bytes_ends_the_life() -> None:
+    engine = Engine()
+    desk = start(engine)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    desk.session.live(0, payload("+z", tag=9))
+    desk.turn()
+
+    assert desk.session.phase is Phase.OPENING
+    assert desk.reader.status == "suspended"
+
+
+KNOWN = Known(4, b"d", "p")
+
+
+@pytest.mark.parametrize(
+    ("known", "answer", "verdict"),
+    [
+        (KNOWN, First(4, b"d"), True),
+        (KNOWN, First(4, b"e"), False),
+        (KNOWN, First(5, b"d"), False),
+        (KNOWN, Nothing(), False),
+        (KNOWN, Process("p"), True),
+        (KNOWN, Process("q"), False),
+        (KNOWN, Process(None), None),
+        (Known(-1, b"", None), First(0, b"x"), True),
+        (Known(-1, b"", None), Nothing(), True),
+        (Known(-1, b"", None), Process("p"), False),
+    ],
+)
+def test_proofs_judge_their_own_kind_of_answer(known: Known, answer: First | Nothing | Process, verdict: bool) -> None:
+    assert judge(known, answer) is verdict

@@ -65,14 +65,20 @@ class RedisPair:
         return sorted([key async for key in self.raw.scan_iter(match=self.keyspace.prefix + b"*", count=1000)])
 
     async def snapshot(self) -> Any:
-        return {key: await self.raw.dump(key) for key in await self.keys()}
+        keys = await self.keys()
+        async with self.raw.pipeline() as pipe:
+            for key in keys:
+                pipe.dump(key)
+            return dict(zip(keys, await pipe.execute(), strict=True))
 
     async def restore(self, snapshot: Any) -> None:
         keys = await self.keys()
-        if keys:
-            await self.raw.delete(*keys)
-        for key, value in snapshot.items():
-            await self.raw.restore(key, 0, value)
+        async with self.raw.pipeline() as pipe:
+            for key in keys:
+                pipe.delete(key)
+            for key, value in snapshot.items():
+                pipe.restore(key, 0, value)
+            await pipe.execute()
 
 
 @asynccontextmanager

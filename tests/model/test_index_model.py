@@ -31,7 +31,7 @@ from kvledger_index.writer import Library, library
 RANKS = ("a/0", "a/1", "b/0")
 LANES = (0, 255)
 SETTINGS = settings(
-    max_examples=30,
+    max_examples=20,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -135,7 +135,8 @@ class IndexMachine(RuleBasedStateMachine):
     def change_slots(self, data: st.DataObject, rank: str) -> None:
         """A step of two units of one rank, with puts around a new life, a clear or an unloading."""
         around = st.lists(self._puts(), max_size=2)
-        change = data.draw(st.sampled_from((Bind(), Clear("gpu"), Clear("cpu"), Drop())))
+        changes: tuple[Op, ...] = (Bind(), Clear("gpu"), Clear("cpu"), Drop())
+        change = data.draw(st.sampled_from(changes))
         first = self.fold.unit(rank, *data.draw(around), change, *data.draw(around))
         second = self.fold.unit(
             rank, *data.draw(around), before=first.after, after=first.after._replace(n=first.after.n + 1)

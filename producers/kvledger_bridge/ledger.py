@@ -23,7 +23,7 @@ from kvledger_wire.partition import RANK_WIDE
 from kvledger_wire.records import ATTACHED, CLEARED, LIVE, REMOVED, STORED, Change
 
 PARENTS_MAX = 65_536
-"""Non-resident blocks whose names are kept, about 350 bytes each."""
+"""Non-resident blocks whose names are kept, about 400 bytes each, as much as a resident one."""
 
 ORPHANS_MAX = 65_536
 """Strides of tokens kept for dense events whose parent is unknown, 4 bytes per token."""

@@ -98,9 +98,9 @@ class OpenChange:
             last = self._chain[-1]
             joins = 0
             if last.row == block.row:
-                if block.parent == last.key and block.end == last.end + 1:
+                if block.parent == last.key:
                     joins = 1
-                elif last.parent == block.key and last.end == block.end + 1:
+                elif last.parent == block.key:
                     joins = -1
             if not joins or self._direction == -joins:
                 self._close()

@@ -7,6 +7,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from struct import unpack
 from typing import Any
@@ -40,10 +41,10 @@ def name(path: Path) -> str:
     return path.name.removesuffix(".jsonl.gz")
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
+@cache
+def lines(path: Path) -> tuple[dict[str, Any], ...]:
     with gzip.open(path, "rt") as file:
-        for line in file:
-            yield json.loads(line)
+        return tuple(json.loads(line) for line in file)
 
 
 def entry_of(meta: dict[str, Any]) -> ModelEntry:
@@ -131,7 +132,7 @@ class Reader:
 
 def play(path: Path) -> Iterator[tuple[dict[str, Any], Ledger, Reader]]:
     """Every line of a recording, with ledger and reader as they stand after it."""
-    steps = lines(path)
+    steps = iter(lines(path))
     ledger = Ledger(entry_of(next(steps)))
     reader = Reader()
     for step in steps:
@@ -160,7 +161,7 @@ def test_copies_equal_the_engines_own_at_every_snapshot(path: Path) -> None:
 @pytest.mark.parametrize("path", MANAGER, ids=name)
 def test_keys_equal_those_that_a_router_computes_from_the_prompt(path: Path) -> None:
     """Tokens, adapter, salt and media of a probe meet the engine's own hashes of that prompt."""
-    meta = next(lines(path))
+    meta = lines(path)[0]
     entry = entry_of(meta)
     per = meta["hash_block_size"] // entry.stride
     compared = 0
@@ -211,7 +212,7 @@ def test_the_log_tells_a_reader_exactly_what_the_ledger_holds(path: Path) -> Non
 
 @pytest.mark.parametrize("path", [*MANAGER, *ENGINE], ids=name)
 def test_group_facts_are_learned_from_the_wire(path: Path) -> None:
-    meta = next(lines(path))
+    meta = lines(path)[0]
     *_, (_, _, reader) = play(path)
     named = tuple(int(part) for part in meta["vllm"].split("."))
     for spec in entry_of(meta).groups:
@@ -225,7 +226,7 @@ def test_group_facts_are_learned_from_the_wire(path: Path) -> None:
 
 def test_a_replayed_recording_says_so_in_every_change() -> None:
     path = FIXTURES / "manager-traces" / "b_full_swa.jsonl.gz"
-    steps = lines(path)
+    steps = iter(lines(path))
     ledger = Ledger(entry_of(next(steps)))
     for step in steps:
         if step["t"] == "batch":

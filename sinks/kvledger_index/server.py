@@ -96,14 +96,18 @@ _MEANINGS = (
     ),
     _Meaning((exceptions.InvalidResponse,), (), Refused, "does not speak Redis' protocol: {words}"),
     _Meaning(
-        (),
-        ("BUSY", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN"),
+        (exceptions.MasterDownError, exceptions.TryAgainError),
+        ("BUSY", "MISCONF", "NOREPLICAS"),
         Unavailable,
         "refuses for now: {words}",
     ),
     _Meaning(
+        (
+            exceptions.ClusterDownError,
+            exceptions.AskError,
+            exceptions.ClusterCrossSlotError,
+        ),  # a MovedError is an AskError
         (),
-        ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT"),
         Refused,
         "is part of a Cluster, which is not supported yet ({words}): use a standalone server or Sentinel",
     ),

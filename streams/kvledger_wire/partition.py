@@ -62,3 +62,23 @@ def parse_key(raw: bytes | None) -> RecordKey:
 def partition_of(replica: str, rank: int, partitions: int) -> int:
     """The partition of every record of a rank."""
     return xxhash.xxh3_64_intdigest(f"{replica}/{rank}".encode()) % partitions
+
+
+def claim_key(replica: str, rank: int) -> bytes:
+    """The key of a rank's ``Claim`` on ``kvledger.replicas``: its newest one survives compaction."""
+    return rank_id(replica, rank).encode()
+
+
+def pointer_key(replica: str, rank: int, owner: int) -> bytes:
+    """The key of one owner's ``Pointer`` of a rank."""
+    return f"{replica}/{rank}/{owner}".encode()
+
+
+def parse_claim_key(raw: bytes | None) -> tuple[str, int] | None:
+    """(replica, rank) of a claim's key; None for a pointer's key and anything else."""
+    try:
+        replica, rank = (raw or b"").decode().split("/")
+        number = int(rank)
+    except ValueError:
+        return None
+    return (replica, number) if REPLICA_PATTERN.match(replica) and number >= 0 else None

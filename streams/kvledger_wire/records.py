@@ -175,15 +175,30 @@ class Pointer(Record, frozen=True, array_like=True, tag="pointer"):
     offset: int
 
 
+class Unreadable(Record, frozen=True, array_like=True, tag="unreadable"):
+    """On ``kvledger.dead-letter``, with the key of the rank: an engine batch that could not be read.
+
+    ``digest`` is the XXH3-128 of its ``size`` raw bytes; ``raw`` holds them only where the operator opted in.
+    """
+
+    seq: int
+    reason: str
+    size: int
+    digest: bytes
+    raw: bytes = b""
+
+
 EventRecord = Fence | Opened | Events | Suspended | Resumed | Gap | Heartbeat | Closed
 ReplicaRecord = Claim | Restoring | Pointer
+DeadLetter = Unreadable
 
 _encoder = msgspec.msgpack.Encoder()
 _events = msgspec.msgpack.Decoder(EventRecord)
 _replicas = msgspec.msgpack.Decoder(ReplicaRecord)
+_dead_letters = msgspec.msgpack.Decoder(DeadLetter)
 
 
-def encode(record: EventRecord | ReplicaRecord) -> bytes:
+def encode(record: EventRecord | ReplicaRecord | DeadLetter) -> bytes:
     """The value bytes of a record."""
     return _encoder.encode(record)
 
@@ -197,6 +212,12 @@ def decode_event(raw: bytes | None) -> EventRecord:
 def decode_replica(raw: bytes | None) -> ReplicaRecord:
     """Read a value of ``kvledger.replicas``; raises Poison."""
     record: ReplicaRecord = _decode(_replicas, raw)
+    return record
+
+
+def decode_dead_letter(raw: bytes | None) -> DeadLetter:
+    """Read a value of ``kvledger.dead-letter``; raises Poison."""
+    record: DeadLetter = _decode(_dead_letters, raw)
     return record
 
 

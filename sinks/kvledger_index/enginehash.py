@@ -4,8 +4,8 @@
 
 ``F`` is a digest over a serialisation: CPython's pickle at the highest protocol (``sha256``, ``xxhash``) or canonical
 CBOR (``sha256_cbor``, ``xxhash_cbor``). NONE_HASH is F of the seed as a text. What stands in the extra keys changed
-with releases; :data:`EXTRA_FORMS` names the three forms. Bridge and router both use this: the bridge to place hashes whose
-events name no tokens of their own, the router to ask for hashes that have no block key.
+with releases; :data:`EXTRA_FORMS` names the three forms. Bridge and router both use this: the bridge to place hashes
+whose events name no tokens of their own, the router to ask for hashes that have no block key.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ EXTRA_FORMS: dict[ExtraForm, str] = {
 
 
 class Scheme(msgspec.Struct, frozen=True, array_like=True):
-    """How an engine hashes. ``seed`` is PYTHONHASHSEED as the engine saw it, or vLLM's default."""
+    """How an engine hashes. ``seed`` is PYTHONHASHSEED as the engine saw it, or vLLM's default.
+
+    ``extras`` None: not known, so only prompts without LoRA, salt and media can be chained. ``paths`` are (LoRA name,
+    path) of adapters; from 0.31 on the path is hashed and not on the wire.
+    """
 
     algorithm: Algorithm = "sha256"
     seed: str = SEED_DEFAULT
-    extras: ExtraForm = "tagged"
+    extras: ExtraForm | None = None
+    paths: tuple[tuple[str, str], ...] = ()
 
     @property
     def none_hash(self) -> bytes:
@@ -80,13 +85,20 @@ def chain(
     """Digests of the full hash blocks of ``tokens``, whose first token stands at position ``start``.
 
     ``parent`` None is the start of a prompt. ``block`` is the engine's hash block size. O(tokens), about 2 µs a block.
+    Raises InvalidInput where extras are asked for and their form is not known.
     """
     digest = parent if parent is not None else scheme.none_hash
     step = _STEPS[scheme.algorithm]
     plain = namespace.lora is None and namespace.salt is None and not items
+    form = scheme.extras
+    if form is None:
+        if not plain:
+            msg = "the form of this engine's extra keys is not known: LoRA, salt and media cannot be hashed"
+            raise InvalidInput(msg)
+        form = "tagged"
     digests: list[bytes] = []
     for at in range(0, len(tokens) - block + 1, block):
-        extras = None if plain else extra_keys(scheme.extras, start + at, block, namespace, items)
+        extras = None if plain else extra_keys(form, start + at, block, namespace, items)
         digest = step(digest, tuple(tokens[at : at + block]), extras)
         digests.append(digest)
     return digests

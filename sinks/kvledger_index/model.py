@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from kvledger_index.enginehash import Scheme
+
 STRIDE_TOKENS_DEFAULT = 16
 """Tokens per block key where a model entry names no group sizes (DESIGN §1)."""
 
@@ -64,6 +66,10 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     harmless_tags: tuple[str, ...] = ()
     multimodal: bool | None = None
     """False: bare strings in ``extra_keys`` of engines <= 0.18 are salts. None: untellable there, so unplaced."""
+    hash_scheme: Scheme | None = None
+    """How the engines hash, where the operator knows; else it is found out on dense events (ENGINE.md §4)."""
+    expire_seconds: float | None = None
+    """Blocks in tiers that never announce removals are not counted this long after their store; None: the default."""
 
     @property
     def stride(self) -> int:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvledger_index.blockkeys import SEGMENT_STRIDES
+from kvledger_index.enginehash import Scheme
 from kvledger_index.errors import InvalidInput
 from kvledger_index.model import GROUP_NONE_LANE, MEDIA, GroupSpec, Medium
 
@@ -98,12 +99,14 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     full_reports: bool = False
     engine_version: str | None = None
     process: str | None = None
+    scheme: Scheme | None = None
 
 
 class Now(msgspec.Struct, frozen=True, array_like=True):
     """What moves with every batch of a rank: the stamp, the engine sequence it covers, unplaced hashes per lane.
 
-    ``unplaced`` holds (lane, medium code, count) of hashes that are resident and have no key.
+    ``unplaced`` holds (lane, medium code, count) of hashes that are resident and have no key; ``opaque`` those of them
+    that cannot be asked for by hash either.
     """
 
     owner: int
@@ -112,6 +115,7 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     n: int
     seq: int
     unplaced: tuple[tuple[int, int, int], ...] = ()
+    opaque: tuple[tuple[int, int, int], ...] = ()
 
 
 class RankUnit(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvledger_index.enginehash import Scheme
 from kvledger_index.model import GroupSpec, ModelEntry
 from kvledger_wire.errors import Poison
 
@@ -49,7 +50,9 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
     ``op`` STORED, REMOVED or CLEARED; ``medium`` is the code (gpu 0, cpu 1, storage 2, other 3); ``ts`` is the engine's
     wall clock; ``unplaced`` holds hashes (8 bytes each) that have no key. ``origin`` LIVE, REPLAYED or ATTACHED
-    (an earlier unplaced store that got its key: it changes residency, no copy was added).
+    (an earlier unplaced store that got its key, or with REMOVED one that lost it: no copy came or went).
+    ``unplaced_effective`` is a bitmap, bit j % 8 of byte j // 8: hash j of ``unplaced`` became resident without a key,
+    or ceased to be, by this change. A hash of an ATTACHED change passes between its key and being unplaced.
     """
 
     op: int
@@ -59,6 +62,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[Run, ...] = ()
     unplaced: bytes = b""
     origin: int = LIVE
+    unplaced_effective: bytes = b""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -105,8 +109,10 @@ class Events(Lived, frozen=True, array_like=True, tag="events"):
     """Changes of one group in engine order; of group ``*`` only clears.
 
     ``seq``/``digest``: the last batch this record's unit covers. ``unplaced`` (medium code, count): hashes of this
-    group resident without a key after this record. ``spec``: the group's facts, when first heard or changed in this life.
-    ``uncertain``: reasons that hold for the rank from here to the end of its life, when one was added.
+    group resident without a key after this record. ``spec``: the group's facts, when first heard or changed in this
+    life. ``uncertain``: reasons that hold for the rank from here to the end of its life, when one was added.
+    ``scheme``: how the engine hashes, when that was found out or changed. ``opaque`` (medium code, count): those of
+    ``unplaced`` that no prompt's chain under the scheme can equal by tokens and extras known to routers.
     """
 
     seq: int
@@ -116,6 +122,8 @@ class Events(Lived, frozen=True, array_like=True, tag="events"):
     unplaced: tuple[tuple[int, int], ...] = ()
     spec: GroupSpec | None = None
     uncertain: tuple[str, ...] = ()
+    scheme: Scheme | None = None
+    opaque: tuple[tuple[int, int], ...] = ()
 
 
 class Suspended(Lived, frozen=True, array_like=True, tag="suspended"):

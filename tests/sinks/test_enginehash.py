@@ -47,7 +47,7 @@ def test_chains_of_prompts_equal_the_managers(path: Path) -> None:
     with gzip.open(path, "rt") as lines:
         records = [json.loads(line) for line in lines]
     meta = records[0]
-    scheme = Scheme(meta["hash_algo"], meta["none_hash_seed"])
+    scheme = Scheme(meta["hash_algo"], meta["none_hash_seed"], "tagged")
     probes = [record for record in records if record["t"] == "probe"]
     for probe in probes:
         digests = chain(
@@ -64,7 +64,7 @@ def test_chains_of_prompts_equal_the_managers(path: Path) -> None:
 
 
 def test_a_chain_can_go_on_from_any_parent() -> None:
-    scheme = Scheme("sha256_cbor", "0")
+    scheme = Scheme("sha256_cbor", "0", "tagged")
     tokens = list(range(64))
     whole = chain(scheme, None, tokens, 16, namespace=Namespace("a", "salt", "/p"), items=[Item("img", 20, 30)])
     rest = chain(

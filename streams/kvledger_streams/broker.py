@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -19,6 +20,10 @@ from kvledger_wire.topics import TopicSpec, differences
 SHAPE = {"cleanup.policy": "delete", "message.timestamp.type": "LogAppendTime"}
 """Settings of the event topic without which the fold is wrong: compaction would punch holes, producers' clocks differ.
 Retention is the operator's."""
+
+
+NEW_TOPIC_SECONDS = 2.0
+"""For a topic that was created right before us to be known to every broker."""
 
 
 class Topic(NamedTuple):
@@ -52,8 +57,19 @@ class Broker:
         return Topic(f"{high & _U64:016x}{low & _U64:016x}", len(topic.partitions))
 
     async def check(self, partitions: int = 0) -> Topic:
-        """Raise WrongTopic unless the topic is there and fit; ``partitions`` 0 takes any count."""
-        topic = await self.describe()
+        """Raise WrongTopic unless the topic is there and fit; ``partitions`` 0 takes any count.
+
+        A topic that is missing is waited for a moment: brokers hear of a new one some time after it was created.
+        """
+        deadline = time.monotonic() + NEW_TOPIC_SECONDS
+        while True:
+            try:
+                topic = await self.describe()
+                break
+            except WrongTopic:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(NEW_TOPIC_SECONDS / 10)
         resource = ConfigResource(ResourceType.TOPIC, self._topic)
         (entries,) = (await self._ask(self._client.describe_configs([resource], **self._bound))).values()
         config = {name: entry.value for name, entry in entries.items()}

@@ -18,9 +18,10 @@ from kvledger_index.model import GROUP_NONE_LANE, MEDIA, GroupSpec, Medium
 STEP_UNITS_MAX = 1_024
 """Units per step; a call has a fixed number of arguments and eight per unit."""
 
-STEP_OPS_MAX = 2_048
-"""Ops per step of more than one unit: what holds Redis for about 10 ms, half of a router's deadline (measured by
-``tests/benchmarks/index.py``). The caller splits steps between units.
+STEP_OPS_MAX = 512
+"""Ops per step of more than one unit. A call holds Redis meanwhile, and a router waits 20 ms: 512 runs of 16 blocks
+took 10 ms on a busy 2-core machine, 512 runs that all leave their row's path 44 ms (``tests/benchmarks/index.py``; a
+third of that when idle). The caller splits steps between units.
 """
 
 UNIT_OPS_MAX = 1_000_000

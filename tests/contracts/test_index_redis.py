@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -136,7 +137,9 @@ async def test_a_replica_is_refused_and_a_primary_that_becomes_one_takes_no_writ
 
 
 async def test_a_cluster_is_refused(redis_server: Any) -> None:
-    server = redis_server(settings=("--cluster-enabled", "yes"))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        bus = probe.getsockname()[1]  # by default the port + 10000, which may lie beyond the last one
+    server = redis_server(settings=("--cluster-enabled", "yes", "--cluster-port", str(bus)))
     async with RedisWriter.from_url(server.url) as writer:
         with pytest.raises(Refused, match="Cluster"):
             await writer.check()

@@ -379,6 +379,7 @@ def card_of(state: RankState, partition: int) -> Card | None:
         full_reports=entry.full_reports,
         engine_version=state.engine_version,
         process=state.process,
+        scheme=state.scheme or entry.hash_scheme,
     )
 
 
@@ -411,8 +412,11 @@ def _lay(group: int | None, entry: GroupSpec | None, wire: GroupSpec | None) -> 
 
 
 def _now_of(state: RankState) -> Now:
-    unplaced = tuple((lane_code(group), medium, count) for group, medium, count in state.unplaced)
-    return Now(*stamp_of(state), seq=state.seq, unplaced=unplaced)
+    return Now(*stamp_of(state), seq=state.seq, unplaced=_lanes(state.unplaced), opaque=_lanes(state.opaque))
+
+
+def _lanes(counts: tuple[tuple[int | None, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((lane_code(group), medium, count) for group, medium, count in counts)
 
 
 def _ops_of(effect: Effect) -> list[Op]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvledger_index.enginehash import Scheme
 from kvledger_index.model import MEDIA, GroupSpec, ModelEntry
 from kvledger_wire.records import (
     Change,
@@ -69,9 +70,9 @@ class RankState(msgspec.Struct, omit_defaults=True):
     """Everything a reader knows of one rank; serialisable, so that a reader can go on where another stopped.
 
     ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from``
-    the offset of the first of them. ``unplaced`` holds (group, medium code, count). ``heard`` names the groups that
-    said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a part in a hit
-    (offload events may carry no group beside GPU events that do).
+    the offset of the first of them. ``unplaced`` and ``opaque`` hold (group, medium code, count). ``heard`` names the
+    groups that said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a part in a
+    hit (offload events may carry no group beside GPU events that do).
     """
 
     owner: int = -1
@@ -92,6 +93,8 @@ class RankState(msgspec.Struct, omit_defaults=True):
     heard: tuple[int | None, ...] = ()
     heard_gpu: tuple[int | None, ...] = ()
     unplaced: tuple[tuple[int | None, int, int], ...] = ()
+    opaque: tuple[tuple[int | None, int, int], ...] = ()
+    scheme: Scheme | None = None
     at: int = -1
     tail: tuple[tuple[int | str | None, Lived], ...] = ()
     tail_from: int = -1
@@ -128,7 +131,7 @@ def unload(state: RankState, offset: int, why: str) -> list[Effect]:
     state.at = max(state.at, offset)
     if not state.loaded:
         return []
-    state.loaded, state.unplaced = False, ()
+    state.loaded, state.unplaced, state.opaque = False, (), ()
     return [Dropped(why)]
 
 
@@ -174,8 +177,9 @@ def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
     state.life, state.n, state.loaded = record.life, 0, True
     state.seq, state.digest = record.seq, record.digest
     state.partial, state.closed, state.suspended = record.partial, False, False
-    state.uncertain, state.groups, state.unplaced = (), (), ()
+    state.uncertain, state.groups, state.scheme = (), (), None
     state.heard, state.heard_gpu = (), ()
+    state.unplaced, state.opaque = (), ()
     state.entry, state.stride = record.entry, record.stride
     state.engine_version, state.process = record.engine_version, record.process
     state.at = max(state.at, offset)
@@ -197,7 +201,7 @@ def _take(state: RankState, group: int | str | None, record: Lived) -> list[Effe
         case Resumed():
             state.suspended = False
         case Gap(policy="invalidate"):
-            state.loaded, state.unplaced = False, ()
+            state.loaded, state.unplaced, state.opaque = False, (), ()
             return [Dropped(f"gap: {record.cause}")]
         case Gap():
             state.uncertain = _join(state.uncertain, (f"gap: {record.cause}",))
@@ -211,9 +215,12 @@ def _take(state: RankState, group: int | str | None, record: Lived) -> list[Effe
 
 def _learn(state: RankState, group: int | str | None, record: Events) -> None:
     state.uncertain = _join(state.uncertain, record.uncertain)
+    if record.scheme is not None:
+        state.scheme = record.scheme
     if isinstance(group, str):  # "*": clears only
         gone = {change.medium for change in record.changes}
         state.unplaced = tuple(u for u in state.unplaced if u[1] not in gone)
+        state.opaque = tuple(u for u in state.opaque if u[1] not in gone)
         if GPU in gone:
             state.partial = False  # an empty GPU cache has no unknown past
             state.uncertain = tuple(u for u in state.uncertain if not u.startswith("gap: "))
@@ -226,8 +233,18 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
         any(change.medium == GPU for change in record.changes) or any(medium == GPU for medium, _ in record.unplaced)
     ):
         state.heard_gpu = (*state.heard_gpu, group)
-    rest = tuple(u for u in state.unplaced if u[0] != group)
-    state.unplaced = rest + tuple((group, medium, count) for medium, count in record.unplaced if count)
+    state.unplaced = _recount(state.unplaced, group, record.unplaced)
+    state.opaque = _recount(state.opaque, group, record.opaque)
+
+
+def _recount(
+    have: tuple[tuple[int | None, int, int], ...], group: int | None, counts: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int | None, int, int], ...]:
+    """A record's counts are the group's whole truth: they replace what was known of it."""
+    if not have and not counts:
+        return ()
+    rest = tuple(each for each in have if each[0] != group)
+    return rest + tuple((group, medium, count) for medium, count in counts if count)
 
 
 def _no_tail(state: RankState) -> None:

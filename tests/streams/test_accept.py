@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranklog import RankLog, prompt
 
+from kvledger_index.enginehash import Scheme
 from kvledger_index.model import MEDIA, GroupSpec, ModelEntry
 from kvledger_wire.accept import (
     UNIT_RECORDS_MAX,
@@ -264,6 +265,31 @@ def test_unplaced_counts_replace_those_of_their_group() -> None:
     assert state.unplaced == ((2, 0, 5),)
 
 
+def test_opaque_counts_go_with_those_of_unplaced_hashes() -> None:
+    state = loaded()
+    accept(state, 1, events(1, unplaced=((0, 2), (1, 4)), opaque=((0, 1), (1, 4))), 1)
+    assert state.opaque == ((1, 0, 1), (1, 1, 4))
+
+    accept(state, "*", clear(2), 2)
+
+    assert [state.unplaced, state.opaque] == [((1, 1, 4),)] * 2
+    unload(state, 3, "hole")
+    assert [state.unplaced, state.opaque] == [()] * 2
+
+
+def test_a_hash_scheme_is_kept_until_another_is_found_or_a_life_ends() -> None:
+    state = loaded()
+    accept(state, 1, events(1, scheme=Scheme("sha256")), 1)
+    accept(state, 1, events(2), 2)
+    assert state.scheme == Scheme("sha256")
+
+    accept(state, 1, events(3, scheme=Scheme("xxhash_cbor")), 3)
+    assert state.scheme == Scheme("xxhash_cbor")
+    accept(state, "*", opened(count=2), 4)
+
+    assert state.scheme is None
+
+
 def test_a_unit_that_never_ends_unloads() -> None:
     state = loaded()
     for n in range(1, UNIT_RECORDS_MAX + 1):
@@ -283,7 +309,9 @@ def test_unload_keeps_owner_life_and_number() -> None:
 
 def test_a_state_survives_storage() -> None:
     state = loaded(2)
-    accept(state, 5, events(3, spec=GroupSpec(5, "sliding_window", 16, window=64), unplaced=((0, 1),)), 3)
+    accept(
+        state, 5, events(3, spec=GroupSpec(5, "sliding_window", 16, window=64), unplaced=((0, 1),), opaque=((0, 1),)), 3
+    )
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RankState) == state
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranklog import RankLog, prompt, runs
 
+from kvledger_index.enginehash import Scheme
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec, ModelEntry
 from kvledger_index.units import NEVER, Bind, Clear, Drop, Now, Put, Stamp, Step
@@ -179,10 +180,24 @@ def test_a_batch_of_one_rank_is_one_unit_from_first_to_last() -> None:
 def test_now_carries_sequence_and_unplaced_hashes_per_lane() -> None:
     rank, log = opened_rank()
     rank.seq = 41
-    rank.events(group=None, unplaced=((0, 3), (1, 1)))
+    rank.events(group=None, unplaced=((0, 3), (1, 1)), opaque=((0, 2),))
     (step,) = steps_of(log)
 
-    assert step.units[0].now == Now(1, 1, 1, 1, seq=41, unplaced=((255, 0, 3), (255, 1, 1)))
+    assert step.units[0].now == Now(1, 1, 1, 1, seq=41, unplaced=((255, 0, 3), (255, 1, 1)), opaque=((255, 0, 2),))
+
+
+@pytest.mark.parametrize(
+    ("known", "found", "told"),
+    [(None, None, None), (Scheme(), None, Scheme()), (Scheme(), Scheme("xxhash"), Scheme("xxhash"))],
+)
+def test_the_card_tells_how_the_engine_hashes(known: Scheme | None, found: Scheme | None, told: Scheme | None) -> None:
+    """What was found out on the wire counts; until then the operator's word."""
+    rank, log = opened_rank(hash_scheme=known)
+    rank.events(scheme=found)
+    (step,) = steps_of(log)
+
+    assert step.units[0].card is not None
+    assert step.units[0].card.scheme == told
 
 
 def test_a_fence_alone_is_kept_so_that_a_reader_after_us_knows_the_owner() -> None:

@@ -48,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Replays without progress before a hole counts as lost."""
     live_batches_max: int = 10_000
     live_bytes_max: int = 64 * 2**20
+    replay_batches_max: int = 20_000
     replay_bytes_max: int = 64 * 2**20
     """Above these the caller stops reading; what the engine then drops is a hole, which replay fills."""
     open_known_max: int = 16_384
@@ -115,6 +116,8 @@ class Counts(msgspec.Struct):
 
     live: int = 0
     replayed: int = 0
+    late: int = 0
+    """Of these, first seen when a quiet rank was asked: they should have come live."""
     overlaps: int = 0
     holes: int = 0
     lost: int = 0

@@ -19,9 +19,8 @@ Reading before draining and draining before stepping is what makes a restart vis
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -42,6 +41,7 @@ from kvledger_bridge.commands import (
 )
 from kvledger_bridge.continuity import OWNING, First, Known, Move, Nothing, Phase, Process, after, judge
 from kvledger_bridge.errors import Bug
+from kvledger_bridge.inbox import Inbox
 from kvledger_bridge.lifelog import LifeLog, digest_of
 from kvledger_index.model import ModelEntry
 from kvledger_wire.partition import RANK_WIDE
@@ -71,13 +71,13 @@ class _Ask(msgspec.Struct):
     heard_at: float
     expected: int
     written: tuple[Life, int]
+    load: bool
+    """The whole buffer, for a new life."""
+    probe: bool
+    """Nothing is known to be missing."""
     frames: int = 0
     fresh: bool = False
     beyond: tuple[int, bytes] | None = None
-
-
-class _End(NamedTuple):
-    """The END marker among the queued replay frames."""
 
 
 class Session:
@@ -104,10 +104,9 @@ class Session:
         self._out: list[Command] = [OpenData()]
         self._log = LifeLog(rank, self._out, self.counts, decode=decode, ledger=ledger)
         # what was read and not applied
-        self._live: deque[tuple[int, bytes]] = deque()
-        self._live_bytes = 0
-        self._answers: deque[tuple[int, bytes] | _End] = deque()
-        self._answer_bytes = 0
+        bounds = self._limits
+        self._live = Inbox(messages_max=bounds.live_batches_max, bytes_max=bounds.live_bytes_max)
+        self._answers = Inbox(messages_max=bounds.replay_batches_max, bytes_max=bounds.replay_bytes_max)
         # the present connection
         self._sewn, self._stale = False, True
         self._seen: dict[int, bytes] = {}
@@ -130,8 +129,7 @@ class Session:
         """A batch on the live socket."""
         if self._stale or (self.rank.replay and self.phase not in OWNING):
             return  # of a socket that is about to be closed, or replay will bring it
-        self._live.append((seq, payload))
-        self._live_bytes += len(payload)
+        self._live.put(seq, payload)
 
     def replayed(self, seq: int, payload: bytes) -> None:
         """A batch of the answer to the replay in flight; without one it is stale, and dropped."""
@@ -139,8 +137,7 @@ class Session:
             self.counts.malformed += 1
             return
         self._ask.fresh = True
-        self._answers.append((seq, payload))
-        self._answer_bytes += len(payload)
+        self._answers.put(seq, payload)
 
     def replay_ended(self) -> None:
         """The END marker of an answer."""
@@ -148,7 +145,7 @@ class Session:
             self.counts.malformed += 1
             return
         self._ask.fresh = True
-        self._answers.append(_End())
+        self._answers.put(-1, b"")
 
     def malformed(self) -> None:
         """A message that is none: counted, never fatal."""
@@ -162,7 +159,7 @@ class Session:
             return
         self.attached, self._sewn = True, False
         if self.rank.replay:
-            self._clear_live()  # replay brings it; without a replay endpoint it may be the start of a life
+            self._live.clear()  # replay brings it; without a replay endpoint it may be the start of a life
         self._forget_identity()
         self._retry_at = self._probe_at = 0.0
 
@@ -171,7 +168,7 @@ class Session:
         if self._stale:
             return
         self.attached = self._sewn = False
-        self._clear_live()
+        self._live.clear()
         self._forget_identity()
         self._drop_ask()
         self._doubt("disconnected")
@@ -264,28 +261,33 @@ class Session:
     @property
     def wants_live(self) -> bool:
         """False: leave further live frames where they are."""
-        return len(self._live) < self._limits.live_batches_max and self._live_bytes < self._limits.live_bytes_max
+        return not self._live.full
 
     @property
     def wants_replay(self) -> bool:
         """False: leave further replay frames where they are."""
-        return self._answer_bytes < self._limits.replay_bytes_max
+        return not self._answers.full
 
     @property
-    def asking(self) -> bool:
-        """Whether a replay is in flight."""
-        return self._ask is not None
+    def loading(self) -> bool:
+        """Whether a whole replay buffer is being read."""
+        return self._ask is not None and self._ask.load
 
     @property
-    def busy(self) -> bool:
-        """Whether another step would do something at once, or an acknowledgement is awaited."""
-        ready = self._live and self.phase is Phase.FOLLOWING and (self._sewn or not self._ask)
-        return bool(self._answers or ready or self._out or self._awaited is not None)
+    def awaiting(self) -> bool:
+        """Whether an acknowledgement of Kafka is awaited."""
+        return self._awaited is not None
 
-    def step(self, now: float, *, batches_max: int, may_ask: bool = True) -> list[Command]:
+    @property
+    def ready(self) -> bool:
+        """Whether another step would do something at once."""
+        live = len(self._live) and self.phase is Phase.FOLLOWING and self._sewn
+        return bool(self._answers or self._out or (live and self._live.first <= self.last + 1))
+
+    def step(self, now: float, *, batches_max: int, may_load: bool = True) -> list[Command]:
         """Apply at most ``batches_max`` batches and return the commands due, in order.
 
-        ``may_ask`` False defers a new replay request: the bridge has enough of them in flight. O(batches).
+        ``may_load`` False defers reading a whole replay buffer: the bridge reads enough of them. O(batches).
         """
         if self._ask is not None and (self._ask.fresh or now - self._now > self._limits.replay_seconds_max / 2):
             # an answer is not late because nobody was looking
@@ -297,7 +299,7 @@ class Session:
             left = self._take_answers(batches_max)
             self._take_live(left)
             self._watch_answer()
-            self._request(may_ask=may_ask)
+            self._request(may_load=may_load)
         out = list(self._out)
         self._out.clear()
         self._stale = False
@@ -323,7 +325,7 @@ class Session:
 
     def _close(self) -> None:
         self._move(Move.SUPERSEDED)
-        self._clear_live()
+        self._live.clear()
         self._drop_answers()
         self._unsay()
         self._out += [Note("superseded", f"owner {self._foreign} is above {self.owner}"), CloseAll()]
@@ -337,13 +339,12 @@ class Session:
 
     def _take_answers(self, left: int) -> int:
         while self._answers and self._ask is not None and left > 0:
-            item = self._answers.popleft()
-            if isinstance(item, _End):
+            seq, payload = self._answers.pop()
+            if not payload:
                 self._finish(self._ask, ended=True)
             else:
                 left -= 1
-                self._answer_bytes -= len(item[1])
-                self._answer(self._ask, *item)
+                self._answer(self._ask, seq, payload)
         return left
 
     def _answer(self, ask: _Ask, seq: int, payload: bytes) -> None:
@@ -368,6 +369,7 @@ class Session:
             ask.beyond = (seq, payload)
             return
         self.counts.replayed += 1
+        self.counts.late += ask.probe
         self._log.cover(seq, payload, digest, REPLAYED)
 
     def _finish(self, ask: _Ask, *, ended: bool) -> None:
@@ -399,8 +401,8 @@ class Session:
         """Replay does not help. A batch beyond the hole starts a partial life; without one the rank is suspect."""
         self._stuck, self._again = 0, False
         at = ask.beyond
-        if self._sew() and self._live and (at is None or self._live[0][0] < at[0]):
-            at = self._live[0]
+        if self._sew() and self._live and (at is None or self._live.first < at[0]):
+            at = self._live.head()
         if at is not None and at[0] > self.last + 1:
             self._log.lose(*at)
             self._again, self._retry_at = True, self._now
@@ -423,23 +425,26 @@ class Session:
         self._doubt("replay unanswered")
         self._back_off()
 
-    def _request(self, *, may_ask: bool) -> None:
+    def _request(self, *, may_load: bool) -> None:
         """Ask for what is due now, if anything: one replay in flight, or the process."""
         if not self.rank.replay:
             self._request_process()
             return
-        if self._ask is not None or self._now < self._retry_at or not may_ask:
+        load = probe = self.phase is Phase.OPENING
+        if self._ask is not None or self._now < self._retry_at or (load and not may_load):
             return
+        expected = -1
         if self.phase is Phase.FOLLOWING:
-            hole = bool(self._live) and self._live[0][0] > self.last + 1
-            waiting = self._again or hole or (bool(self._live) and not self._sewn)
-            if not waiting and self._now < self._probe_at:
+            hole = bool(self._live) and self._live.first > self.last + 1
+            probe = not (self._again or hole or (self._live and not self._sewn))
+            if probe and self._now < self._probe_at:
                 return
             self.counts.holes += hole and self._sewn
-            self.counts.probes += not waiting
-        start = 0 if self.phase is Phase.OPENING else max(self.last, 0)
-        expected = self._live[-1][0] if self._live and self.phase is Phase.FOLLOWING else -1
-        self._ask = _Ask(start, self._log.known(), self._now, expected, (self.life, self._log.n))
+            self.counts.probes += probe
+            expected = self._live.newest if self._live else -1
+        start = 0 if load else max(self.last, 0)
+        written = (self.life, self._log.n)
+        self._ask = _Ask(start, self._log.known(), self._now, expected, written, load, probe and not load)
         self._out.append(AskReplay(start))
 
     def _request_process(self) -> None:
@@ -456,10 +461,9 @@ class Session:
         if self.phase is Phase.OPENING and not self.rank.replay:
             self._open_live()
         while self._live and left > 0 and self.phase is Phase.FOLLOWING and self._sew():
-            seq, payload = self._live[0]
-            if seq > self.last + 1 and self.rank.replay:
+            if self._live.first > self.last + 1 and self.rank.replay:
                 return  # a hole: replay first
-            self._pop_live()
+            seq, payload = self._live.pop()
             if seq <= self.last:
                 self._overlap(seq, payload)
                 continue
@@ -478,11 +482,10 @@ class Session:
         """Without a replay endpoint a life opens with the first live batch."""
         if not self._live or (self.rank.process and not self._identity_read):
             return
-        seq, payload = self._live[0]
-        if seq == 0:
+        if self._live.first == 0:
             self._open(-1, b"", partial=False, why=self._why)
             return
-        self._pop_live()
+        seq, payload = self._live.pop()
         self._open(seq, digest_of(payload), partial=True, why=f"{self._why}; the first live batch is {seq}")
 
     def _overlap(self, seq: int, payload: bytes) -> None:
@@ -497,12 +500,12 @@ class Session:
         if self._sewn or not self.rank.replay:
             return True  # without replay: the life began on this connection, or its process was read on it
         while self._live:
-            seq, payload = self._live[0]
+            seq, payload = self._live.head()
             known = self._seen.get(seq)
             if known is None and seq > self.last:
                 return False  # replay has to bring it first
             if known is None:
-                self._pop_live()
+                self._live.pop()
             elif known == digest_of(payload):
                 self._sewn = True
                 self._shorten(self._limits.sewn_known_max)
@@ -551,7 +554,7 @@ class Session:
         self._retry_at = self._now
 
     def _reopen(self) -> None:
-        self._clear_live()
+        self._live.clear()
         self._drop_ask()
         self._seen.clear()
         self._forget_identity()
@@ -576,17 +579,9 @@ class Session:
     def _forget_identity(self) -> None:
         self._identity, self._identity_read, self._identity_asked = None, False, False
 
-    def _pop_live(self) -> None:
-        self._live_bytes -= len(self._live.popleft()[1])
-
-    def _clear_live(self) -> None:
-        self._live.clear()
-        self._live_bytes = 0
-
     def _drop_answers(self) -> None:
         self._ask = None
         self._answers.clear()
-        self._answer_bytes = 0
 
     def _drop_ask(self) -> None:
         if self._ask is not None:

@@ -248,11 +248,11 @@ class Desk:
         self.hold: Callable[[Any], bool] = lambda _record: False
         """Records that Kafka does not acknowledge yet."""
 
-    def turn(self, dt: float = 0.0, *, batches_max: int = 1000, may_ask: bool = True) -> list[Command]:
+    def turn(self, dt: float = 0.0, *, batches_max: int = 1000, may_load: bool = True) -> list[Command]:
         """One step ``dt`` later; records reach the reader and are acknowledged at once."""
         self.now += dt
         self.commands = []
-        while commands := self.session.step(self.now, batches_max=batches_max, may_ask=may_ask):
+        while commands := self.session.step(self.now, batches_max=batches_max, may_load=may_load):
             for command in commands:
                 self._execute(command)
             if batches_max < 1000:

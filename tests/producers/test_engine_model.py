@@ -376,7 +376,7 @@ def _blind_disconnect(session: Session) -> None:
 
 def _keep_answers(session: Session) -> None:
     session.attached = session._sewn = False
-    session._clear_live()
+    session._live.clear()
     session._doubt("disconnected")
     session._retry_at = 0.0
 

@@ -198,7 +198,6 @@ def test_a_hole_is_filled_by_one_replay_while_live_batches_wait() -> None:
         desk.turn()
         asked += desk.asked()
     waiting = set(desk.reader.blocks)
-    assert desk.session.asking
     desk.answer(engine.replay(1))
     desk.turn()
 
@@ -420,17 +419,17 @@ def test_only_as_many_batches_as_allowed_are_applied_in_a_step() -> None:
     desk.turn()
     desk.serve(engine)
     sizes = []
-    while desk.session.busy:
+    while desk.session.ready:
         desk.turn(batches_max=3)
         sizes.append(len(desk.reader.blocks))
 
     assert sizes[:4] == [3, 6, 9, 10]
 
 
-def test_a_request_is_deferred_where_too_many_are_in_flight() -> None:
+def test_a_whole_buffer_is_read_only_where_allowed() -> None:
     desk, engine = Desk(), Engine()
     desk.session.connected()
-    desk.turn(may_ask=False)
+    desk.turn(may_load=False)
     assert desk.asked() == []
     desk.turn()
     desk.serve(engine)

@@ -1,0 +1,391 @@
+"""The bridge of one node: sessions, sockets and Kafka in one thread (DESIGN §4).
+
+``_turn`` is the system. Every step of it is bounded, so that neither a busy engine nor a slow Kafka starves the others:
+
+    Kafka: what was delivered, what failed, who else claims     -> sessions
+    engines: wait for frames, read them, drain the monitors     -> sessions
+    sessions: step, bounded batches each, in rotating order     -> commands
+    commands: records to Kafka, requests and sockets to engines
+
+Runs embedded (``start``, ``stop``, ``join``, ``abort``) or in the calling thread (``run``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvledger_bridge.commands import (
+    Announce,
+    AskProcess,
+    AskReplay,
+    CloseAll,
+    Command,
+    DeadLetter,
+    DropReplay,
+    Note,
+    OpenData,
+    Rank,
+    Write,
+)
+from kvledger_bridge.commands import Counts as SessionCounts
+from kvledger_bridge.continuity import Phase
+from kvledger_bridge.decode import decode_batch
+from kvledger_bridge.discovery import RankConfig
+from kvledger_bridge.engine import Session
+from kvledger_bridge.ledger import Ledger
+from kvledger_bridge.publish import Publisher
+from kvledger_bridge.settings import Settings, checked
+from kvledger_bridge.sockets import Link, Sockets
+from kvledger_bridge.telemetry import Telemetry
+from kvledger_wire.partition import rank_id
+from kvledger_wire.records import EventRecord, Fence, Gap, Life, Opened, Resumed, Suspended
+
+IDLE_SECONDS = 0.02
+"""Longest wait of a turn: bounds how late a timer or a stop is noticed."""
+
+AWAITING_SECONDS = 0.002
+"""The same while an acknowledgement is awaited, as Kafka's client cannot wake the poller."""
+
+STALLED_SECONDS = 0.02
+"""How long a turn waits for Kafka alone while its queue is full."""
+
+LATE_BATCHES = 3
+"""Batches that only replay brought, and none live: then the live address or topic is wrong."""
+
+IDENTITY_THREADS = 4
+
+Identity = Callable[[RankConfig], str | None]
+"""Reads the identity of an engine's process from the engine itself; may block, runs in a thread of its own."""
+
+
+class RankStatus(NamedTuple):
+    """Where one rank stands; a copy."""
+
+    replica: str
+    rank: int
+    phase: str
+    owner: int
+    life: Life
+    last: int
+    counts: SessionCounts
+
+
+class _Seat:
+    """One rank at the table: its session, its sockets and what is remembered for the log."""
+
+    def __init__(self, config: RankConfig, session: Session, link: Link, now: float) -> None:
+        self.config = config
+        self.session = session
+        self.link = link
+        self.who = (config.replica, config.rank)
+        self.name = rank_id(*self.who)
+        self.since = now
+        self.told_silent = False
+        self.reading: Future[str | None] | None = None
+
+
+class Bridge:
+    """All ranks of a node. One instance runs once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Sequence[RankConfig],
+        *,
+        telemetry: Telemetry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
+    ) -> None:
+        self.settings = checked(settings)
+        self.telemetry = telemetry or Telemetry()
+        self.error: BaseException | None = None
+        self.name = f"{self.settings.id}/{uuid.uuid4().hex[:8]}"
+        self._ranks = tuple(ranks)
+        self._clock = clock
+        self._identity = identity
+        self._stop = threading.Event()
+        self._abort = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._seats: list[_Seat] = []
+        self._by_who: dict[tuple[str, int], _Seat] = {}
+        self._first = 0
+        self._stalled_at: float | None = None
+        self._reported_at = 0.0
+
+    # ---- life cycle
+
+    def start(self) -> Bridge:
+        """Check Kafka's topics, then run in a thread. Raises Unavailable or Refused; nothing runs then."""
+        publisher = self._checked_publisher()
+        self._thread = threading.Thread(target=self._guarded, args=(publisher,), name="kvledger-bridge", daemon=True)
+        self._thread.start()
+        return self
+
+    def run(self) -> None:
+        """The same in this thread, until ``stop``. Raises what ended it."""
+        self._guarded(self._checked_publisher())
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        """Take in nothing more, deliver what is queued, end. Returns at once; safe in a signal handler."""
+        self._stop.set()
+
+    def abort(self) -> None:
+        """End without delivering what is queued."""
+        self._abort.set()
+        self._stop.set()
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the end; False if it is still running. Raises what ended it, if it was not a stop."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def status(self) -> list[RankStatus]:
+        """Where each rank stands, from any thread."""
+        return [
+            RankStatus(*seat.who, s.phase.value, s.owner, s.life, s.last, msgspec.structs.replace(s.counts))
+            for seat in list(self._seats)
+            for s in (seat.session,)
+        ]
+
+    # ---- the loop
+
+    def _checked_publisher(self) -> Publisher:
+        publisher = Publisher(self.settings, self.telemetry, name=self.name)
+        partitions = publisher.check()
+        self.telemetry.started(
+            bridge=self.name, kafka=self.settings.kafka, partitions=partitions, ranks=len(self._ranks)
+        )
+        return publisher
+
+    def _guarded(self, publisher: Publisher) -> None:
+        try:
+            self._serve(publisher)
+        except Exception as error:  # noqa: BLE001  whatever ends the loop ends the process, and is told
+            self.error = error
+            self.telemetry.crashed(f"{type(error).__name__}: {error}", traceback.format_exc(limit=-5))
+
+    def _serve(self, publisher: Publisher) -> None:
+        publisher.start()
+        unsent = 0
+        try:
+            with Sockets() as sockets, ThreadPoolExecutor(IDENTITY_THREADS, "kvledger-identity") as readers:
+                self._take_seats(sockets)
+                while not self._stop.is_set():
+                    self._turn(sockets, publisher, readers)
+                self.telemetry.stopping()
+                readers.shutdown(wait=False, cancel_futures=True)
+        finally:
+            unsent = publisher.stop(0.0 if self._abort.is_set() else self.settings.stop_seconds)
+        self.telemetry.stopped(clean=unsent == 0, unsent=unsent, **self._totals())
+
+    def _take_seats(self, sockets: Sockets) -> None:
+        now = self._clock()
+        self._reported_at = now
+        for config in self._ranks:
+            replay = config.endpoints.replay is not None
+            session = Session(
+                Rank(config.replica, config.rank, config.entry, replay, self._identity is not None and not replay),
+                decode=decode_batch,
+                ledger=Ledger,
+                bridge=self.name,
+                version=_version(),
+                limits=self.settings.limits,
+            )
+            seat = _Seat(config, session, sockets.link(config.endpoints), now)
+            self._seats.append(seat)
+            self._by_who[seat.who] = seat
+
+    def _turn(self, sockets: Sockets, publisher: Publisher, readers: ThreadPoolExecutor) -> None:
+        now = self._clock()
+        self.telemetry.counters.turns += 1
+        self._take_deliveries(publisher)
+        self._take_claims(publisher)
+        if publisher.fatal:
+            self._rebuild(publisher)
+        stalled = self._is_stalled(publisher, now)
+        ready = set() if stalled else sockets.wait(self._patience())
+        now = self._clock()
+        for seat in self._in_turn():
+            self._take_identity(seat)
+            if seat.link in ready or stalled:
+                self._pump(seat, stalled=stalled)
+            seat.link.tick(seat.session, now)
+            if not stalled:
+                self._step(seat, now, publisher, readers)
+        self._watch_silence(now)
+        self._report(now, publisher)
+
+    def _take_deliveries(self, publisher: Publisher) -> None:
+        """What Kafka took, and what it did not."""
+        for who, record, offset, why in publisher.serve(STALLED_SECONDS if self._stalled_at is not None else 0.0):
+            seat = self._by_who[who]
+            if why:
+                seat.session.failed(record, why)
+                continue
+            seat.session.acknowledged(record, offset)
+            if isinstance(record, Fence) and record.owner == seat.session.owner:
+                self.telemetry.claimed(seat.name, record.owner, record.why)
+
+    def _take_claims(self, publisher: Publisher) -> None:
+        """Ranks that another bridge claimed: the higher claim wins."""
+        for who, owner in publisher.claims():
+            seat = self._by_who.get(who)
+            if seat is not None:
+                seat.session.superseded(owner)
+
+    def _rebuild(self, publisher: Publisher) -> None:
+        """A fatal producer stays dead: a new one, and every rank claims anew, so nothing of the old one counts."""
+        why = f"the producer was rebuilt: {publisher.fatal}"
+        publisher.rebuild()
+        for seat in self._seats:
+            seat.session.release(why)
+
+    def _is_stalled(self, publisher: Publisher, now: float) -> bool:
+        """Whether Kafka's queue is full: engines are not read then, only their monitors are."""
+        if publisher.full and self._stalled_at is None:
+            self._stalled_at = now
+            records, bytes_ = publisher.queued
+            self.telemetry.stalled(records=records, bytes_=bytes_)
+        elif not publisher.full and self._stalled_at is not None:
+            self.telemetry.unstalled(now - self._stalled_at)
+            self._stalled_at = None
+        return self._stalled_at is not None
+
+    def _patience(self) -> float:
+        """How long this turn may wait for engines."""
+        if any(seat.session.ready for seat in self._seats):
+            return 0.0
+        return AWAITING_SECONDS if any(seat.session.awaiting for seat in self._seats) else IDLE_SECONDS
+
+    def _in_turn(self) -> Iterator[_Seat]:
+        """Every seat, beginning with another one each turn."""
+        count = len(self._seats)
+        self._first = (self._first + 1) % max(1, count)
+        return (self._seats[(self._first + i) % count] for i in range(count))
+
+    def _pump(self, seat: _Seat, *, stalled: bool) -> None:
+        live, replay = (0, 0) if stalled else (self.settings.turn_live_max, self.settings.turn_replay_max)
+        seat.link.pump(seat.session, live_max=live, replay_max=replay)
+        if seat.link.failed:
+            self.telemetry.data_failed(seat.name, seat.config.endpoints.data)
+
+    def _step(self, seat: _Seat, now: float, publisher: Publisher, readers: ThreadPoolExecutor) -> None:
+        loads = sum(other.session.loading for other in self._seats)
+        commands = seat.session.step(
+            now, batches_max=self.settings.turn_batches_max, may_load=loads < self.settings.loads_max
+        )
+        for command in commands:
+            self._execute(seat, command, now, publisher, readers)
+
+    def _execute(
+        self, seat: _Seat, command: Command, now: float, publisher: Publisher, readers: ThreadPoolExecutor
+    ) -> None:
+        match command:
+            case Write(group=group, record=record):
+                publisher.write(seat.who, group, record)
+                self._tell(seat, record)
+            case Announce(record=record):
+                publisher.announce(seat.who, record)
+            case OpenData():
+                seat.link.open_data(now)
+            case AskReplay(start=start):
+                seat.link.ask(start)
+            case DropReplay():
+                seat.link.drop_replay()
+            case AskProcess():
+                if self._identity is not None:
+                    seat.reading = readers.submit(self._identity, seat.config)
+            case CloseAll():
+                seat.link.close()
+            case DeadLetter(seq=seq, reason=reason, digest=digest, raw=raw):
+                self.telemetry.unreadable(seat.name, seq=seq, reason=reason, size=len(raw), digest=digest)
+                publisher.dead_letter(
+                    seat.who, owner=seat.session.owner, seq=seq, reason=reason, digest=digest, raw=raw, now=now
+                )
+            case Note(code=code, text=text):
+                self.telemetry.noted(seat.name, code, text)
+
+    def _take_identity(self, seat: _Seat) -> None:
+        """The answer of a process that was asked, before the monitor can say that the connection broke since."""
+        if seat.reading is None or not seat.reading.done():
+            return
+        reading, seat.reading = seat.reading, None
+        seat.session.identified(None if reading.cancelled() or reading.exception() else reading.result())
+
+    # ---- what is told
+
+    def _tell(self, seat: _Seat, record: EventRecord) -> None:
+        match record:
+            case Opened(life=life, seq=seq, partial=partial, why=why):
+                self.telemetry.opened(seat.name, life=life, seq=seq, partial=partial, why=why)
+            case Suspended(why=why):
+                self.telemetry.suspended(seat.name, why)
+            case Resumed(how=how):
+                self.telemetry.resumed(seat.name, how)
+            case Gap(first=first, last=last, cause=cause, policy=policy):
+                self.telemetry.gap(seat.name, first=first, last=last, cause=cause, policy=policy)
+            case _:
+                pass
+
+    def _watch_silence(self, now: float) -> None:
+        """Tell, once, of a rank that was expected and is not heard: it is unknown to routers, not empty."""
+        for seat in self._seats:
+            counts = seat.session.counts
+            if seat.told_silent or counts.live or now - seat.since < self.settings.silent_seconds:
+                continue
+            if seat.session.attached and not counts.replayed and seat.session.last < 0:
+                self.telemetry.silent(seat.name, "never_heard", seat.config.endpoints.data)
+            elif not seat.session.attached and seat.session.phase is not Phase.CLOSED:
+                self.telemetry.silent(seat.name, "unreachable", seat.config.endpoints.data)
+            elif counts.late >= LATE_BATCHES:
+                self.telemetry.silent(seat.name, "heard_by_replay", seat.config.endpoints.data)
+            else:
+                continue
+            seat.told_silent = True
+
+    def _report(self, now: float, publisher: Publisher) -> None:
+        if now - self._reported_at < self.settings.report_seconds:
+            return
+        self._reported_at = now
+        records, bytes_ = publisher.queued
+        self.telemetry.progress(queued_records=records, queued_bytes=bytes_, **self._totals())
+
+    def _totals(self) -> dict[str, Any]:
+        totals: Counter[str] = Counter()
+        for seat in self._seats:
+            totals.update(msgspec.structs.asdict(seat.session.counts))
+        phases = Counter(seat.session.phase.value for seat in self._seats)
+        heard = sum(seat.session.last >= 0 for seat in self._seats)
+        attached = sum(seat.session.attached for seat in self._seats)
+        return {
+            "ranks": len(self._seats),
+            "ranks_attached": attached,
+            "ranks_heard": heard,
+            "phases": dict(phases),
+            "sessions": dict(totals),
+        }
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvledger")
+    except PackageNotFoundError:
+        return "unknown"

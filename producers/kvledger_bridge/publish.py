@@ -1,0 +1,352 @@
+"""The Kafka shell: one idempotent producer, delivery reports, and what other bridges claim (DESIGN §4, §5).
+
+Order rests on three things: the partition is named by ours alone, the producer is idempotent with unlimited retries and
+no message timeout, and a record that fails all the same makes its rank claim anew. Backpressure is a value (``full``):
+the caller stops reading engines. All methods but ``check`` and ``stop`` return at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
+
+from kvledger_bridge.errors import Refused, Unavailable
+from kvledger_bridge.settings import Settings
+from kvledger_bridge.telemetry import Telemetry
+from kvledger_wire.errors import Poison
+from kvledger_wire.partition import (
+    RANK_WIDE,
+    claim_key,
+    parse_claim_key,
+    partition_of,
+    pointer_key,
+    record_key,
+)
+from kvledger_wire.records import (
+    SCHEMA,
+    Claim,
+    EventRecord,
+    Pointer,
+    ReplicaRecord,
+    Unreadable,
+    decode_replica,
+    encode,
+)
+from kvledger_wire.topics import TopicSpec, differences, topic_specs
+
+RECONNECT_MS_MAX = 1000
+"""Back-off towards a broker that is away: within a second of its return records flow again."""
+
+WATCH_MESSAGES_MAX = 500
+"""Claims and pointers read per turn."""
+
+CHECKED_CONFIG = frozenset({"cleanup.policy", "message.timestamp.type"})
+"""Settings of a topic that the log's meaning rests on; retention is the operator's."""
+
+Who = tuple[str, int]
+"""(replica, rank)."""
+
+_silent = logging.getLogger("kvledger_bridge.librdkafka")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+
+class Delivery(NamedTuple):
+    """What became of a record: it stands at ``offset``, or failed with ``why``."""
+
+    who: Who
+    record: EventRecord | ReplicaRecord
+    offset: int
+    why: str
+
+
+class ForeignClaim(NamedTuple):
+    """Another bridge claimed a rank: its owner number."""
+
+    who: Who
+    owner: int
+
+
+class Publisher:
+    """Kafka as one bridge uses it. Make it in the thread that uses it: its client does not survive a fork."""
+
+    def __init__(self, settings: Settings, telemetry: Telemetry, *, name: str) -> None:
+        self._settings = settings
+        self._telemetry = telemetry
+        self._name = name
+        self._partitions = 0
+        self._producer: Any = None
+        self._consumer: Any = None
+        self._generation = 0
+        self._fatal = ""
+        self._records = self._bytes = 0
+        self._done: list[Delivery] = []
+        self._letters = 0.0
+        self._letters_at = 0.0
+
+    # ---- life cycle
+
+    def check(self) -> int:
+        """Look at the topics and return the partitions of the event topic.
+
+        Raises Unavailable where Kafka does not answer, Refused where topics are missing or shaped wrongly.
+        """
+        settings = self._settings
+        client = AdminClient(self._options({}), logger=_silent)
+        try:
+            present = client.list_topics(timeout=settings.request_seconds).topics
+            names = [settings.events_topic, settings.replicas_topic, settings.dead_letter_topic]
+            missing = [name for name in names if name not in present]
+            if missing:
+                msg = (
+                    f"Kafka at {settings.kafka} has no topic {', '.join(missing)}: "
+                    f"create the topics with 'kvledger admin topics{self._prefix_flag()}'"
+                )
+                raise Refused(msg)
+            configs = self._describe(client, names)
+        except KafkaException as error:
+            raise self._unavailable(error) from error
+        counts = {name: len(present[name].partitions) for name in names}
+        self._partitions = counts[settings.events_topic]
+        wrong = [line for spec in self._specs() for line in differences(spec, counts[spec.name], configs[spec.name])]
+        if wrong:
+            msg = f"{'; '.join(wrong)}. 'kvledger admin topics --check{self._prefix_flag()}' shows all of it"
+            raise Refused(msg)
+        return self._partitions
+
+    def start(self) -> None:
+        """Make the producer, and the consumer that sees others' claims from now on. Raises Unavailable."""
+        self._watch_from_end()
+        self._make_producer()
+
+    def rebuild(self) -> None:
+        """Replace a producer that turned fatal. What it had not delivered counts for nothing: ranks claim anew."""
+        self._telemetry.rebuilt(self._fatal)
+        old, self._producer = self._producer, None
+        old.purge()
+        old.poll(0)
+        self._records = self._bytes = 0
+        self._done.clear()
+        self._make_producer()
+
+    def stop(self, seconds: float) -> int:
+        """Deliver what is queued, at most so long; returns how many records were not acknowledged."""
+        left = 0
+        if self._producer is not None:
+            left = int(self._producer.flush(max(0.0, seconds)))
+            if left:
+                self._producer.purge()
+                self._producer.poll(0)
+            self._producer = None
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+        return left
+
+    # ---- writing
+
+    @property
+    def fatal(self) -> str:
+        """Why the producer is dead; empty while it lives."""
+        return self._fatal
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is under way that nothing more should be read from engines."""
+        return self._records >= self._settings.queue_records_max or self._bytes >= self._settings.queue_bytes_max
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """(records, bytes) handed over and not acknowledged."""
+        return self._records, self._bytes
+
+    def write(self, who: Who, group: int | str | None, record: EventRecord) -> None:
+        """Produce to the rank's partition; what becomes of it comes with ``serve``."""
+        key = record_key(*who, group)
+        partition = partition_of(*who, self._partitions)
+        self._produce(self._settings.events_topic, partition, key, encode(record), self._reporter(who, record))
+
+    def announce(self, who: Who, record: ReplicaRecord) -> None:
+        """Produce a claim or a pointer; what becomes of it comes with ``serve``."""
+        key = pointer_key(*who, record.owner) if isinstance(record, Pointer) else claim_key(*who)
+        self._produce(self._settings.replicas_topic, 0, key, encode(record), self._reporter(who, record))
+
+    def dead_letter(
+        self, who: Who, *, owner: int, seq: int, reason: str, digest: bytes, raw: bytes, now: float
+    ) -> None:
+        """Keep what is known of a batch that could not be read; above a rate they are counted and dropped."""
+        rate = self._settings.dead_letters_per_second_max
+        self._letters = min(rate, self._letters + (now - self._letters_at) * rate)
+        self._letters_at = now
+        if self._letters < 1.0 and rate >= 1.0:
+            self._telemetry.dead_letter_dropped()
+            return
+        self._letters -= 1.0
+        keep = raw if self._settings.dead_letter_raw else b""
+        record = Unreadable(SCHEMA, owner, seq, reason, len(raw), digest, keep)
+        self._produce(self._settings.dead_letter_topic, 0, record_key(*who, RANK_WIDE), encode(record), None)
+
+    # ---- reading what came back
+
+    def serve(self, seconds: float = 0.0) -> list[Delivery]:
+        """Delivery reports since the last call, in order per rank; waits for the first of them at most so long."""
+        if self._producer is not None:
+            self._producer.poll(seconds)
+        done, self._done = self._done, []
+        return done
+
+    def claims(self) -> list[ForeignClaim]:
+        """Claims by other bridges since the last call. Where Kafka does not answer there are none, for now."""
+        if self._consumer is None:
+            return []
+        found = []
+        for message in self._consumer.consume(WATCH_MESSAGES_MAX, timeout=0):
+            if message.error() is not None:
+                self._telemetry.kafka_failed(message.error().name(), message.error().str())
+                continue
+            who = parse_claim_key(message.key())
+            if who is None:
+                continue
+            try:
+                record = decode_replica(message.value())
+            except Poison as error:
+                self._telemetry.kafka_failed("claim_unreadable", str(error))
+                continue
+            if isinstance(record, Claim) and record.bridge != self._name:
+                found.append(ForeignClaim(who, int(message.offset())))
+        return found
+
+    # ---- inside
+
+    def _make_producer(self) -> None:
+        self._generation += 1
+        self._fatal = ""
+        settings = self._settings
+        options = {
+            "enable.idempotence": True,
+            "acks": "all",
+            "compression.type": "lz4",
+            "linger.ms": settings.linger_seconds * 1000,
+            "message.timeout.ms": 0,  # unlimited: a record is delivered, or its rank claims anew
+            # the client's own bounds stand above ours, so that what was let in always fits
+            "queue.buffering.max.messages": max(100_000, settings.queue_records_max * 4),
+            "queue.buffering.max.kbytes": max(262_144, settings.queue_bytes_max * 4 // 1024),
+            "error_cb": partial(self._error, self._generation),
+        }
+        self._producer = Producer(self._options(options), logger=_silent)
+
+    def _watch_from_end(self) -> None:
+        consumer = Consumer(
+            self._options(
+                {
+                    "group.id": f"{self._settings.topic_prefix}kvledger.bridge.{self._name}",  # never joined
+                    "enable.auto.commit": False,
+                    "auto.offset.reset": "earliest",  # a re-created topic: lower claims than ours do no harm
+                    "error_cb": partial(self._error, 0),
+                }
+            ),
+            logger=_silent,
+        )
+        where = TopicPartition(self._settings.replicas_topic, 0)
+        try:
+            _, end = consumer.get_watermark_offsets(where, timeout=self._settings.request_seconds)
+        except KafkaException as error:
+            consumer.close()
+            raise self._unavailable(error) from error
+        where.offset = end
+        consumer.assign([where])
+        self._consumer = consumer
+
+    def _produce(
+        self, topic: str, partition: int, key: bytes, value: bytes, report: Callable[[int, Any, Any], None] | None
+    ) -> None:
+        size = len(key) + len(value)
+        self._telemetry.counters.records += 1
+        self._telemetry.counters.bytes += size
+        self._records += 1
+        self._bytes += size
+        done = partial(self._delivered, self._generation, size, report)
+        try:
+            self._producer.produce(topic, value, key, partition, on_delivery=done)
+        except (BufferError, KafkaException) as error:
+            # above our own bounds, or fatal: this record is lost, which its rank has to know
+            done(error.args[0] if isinstance(error, KafkaException) else error, None)
+
+    def _reporter(self, who: Who, record: EventRecord | ReplicaRecord) -> Callable[[int, Any, Any], None]:
+        def report(_generation: int, error: Any, message: Any) -> None:
+            if error is None:
+                self._done.append(Delivery(who, record, int(message.offset()), ""))
+            else:
+                self._done.append(Delivery(who, record, -1, _name(error)))
+
+        return report
+
+    def _delivered(
+        self,
+        generation: int,
+        size: int,
+        report: Callable[[int, Any, Any], None] | None,
+        error: Any,
+        message: Any,
+    ) -> None:
+        if generation != self._generation:
+            return  # of a producer that was replaced: its ranks have claimed anew
+        self._records -= 1
+        self._bytes -= size
+        counters = self._telemetry.counters
+        if error is None:
+            counters.delivered += 1
+        else:
+            counters.failed += 1
+            self._telemetry.kafka_failed(_name(error), str(error))
+            if isinstance(error, KafkaError) and error.fatal():
+                self._fatal = self._fatal or _name(error)
+        if report is not None:
+            report(generation, error, message)
+
+    def _error(self, generation: int, error: Any) -> None:
+        self._telemetry.kafka_failed(error.name(), error.str())
+        if error.fatal() and generation == self._generation:
+            self._fatal = self._fatal or error.name()
+
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **self._settings.options,
+            "bootstrap.servers": self._settings.kafka,
+            "client.id": self._name,
+            "reconnect.backoff.max.ms": RECONNECT_MS_MAX,
+            **options,
+        }
+
+    def _specs(self) -> list[TopicSpec]:
+        """What is asked of the topics here: the counts, and the settings that give the log its sense."""
+        wanted = self._settings.partitions or self._partitions
+        return [
+            msgspec.structs.replace(spec, config={k: v for k, v in spec.config.items() if k in CHECKED_CONFIG})
+            for spec in topic_specs(partitions=wanted, prefix=self._settings.topic_prefix)
+        ]
+
+    def _describe(self, client: Any, names: list[str]) -> dict[str, dict[str, str]]:
+        resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
+        asked = client.describe_configs(resources, request_timeout=self._settings.request_seconds)
+        answers = {resource.name: future.result(self._settings.request_seconds) for resource, future in asked.items()}
+        return {name: {key: entry.value for key, entry in answer.items()} for name, answer in answers.items()}
+
+    def _unavailable(self, error: KafkaException) -> Unavailable:
+        why = error.args[0].str()
+        return Unavailable(
+            f"Kafka does not answer at {self._settings.kafka} ({why}); check the address and that it runs"
+        )
+
+    def _prefix_flag(self) -> str:
+        return f" --topic-prefix {self._settings.topic_prefix}" if self._settings.topic_prefix else ""
+
+
+def _name(error: Any) -> str:
+    return str(error.name()) if isinstance(error, KafkaError) else type(error).__name__

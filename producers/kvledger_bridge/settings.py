@@ -1,0 +1,175 @@
+"""Settings of a bridge: read once, from flags first, then the environment, then these defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvledger_bridge.commands import Limits
+from kvledger_bridge.errors import InvalidConfig
+from kvledger_wire.topics import DEAD_LETTER, EVENTS, REPLICAS
+
+SHARED = frozenset({"kafka", "topic_prefix", "partitions", "replicas", "models"})
+"""Settings that other commands know by the same name: ``KVLEDGER_KAFKA``. The others are ``KVLEDGER_BRIDGE_…``."""
+
+OWNED_OPTIONS = frozenset(
+    {
+        "acks",
+        "bootstrap.servers",
+        "enable.idempotence",
+        "max.in.flight",
+        "max.in.flight.requests.per.connection",
+        "message.timeout.ms",
+        "partitioner",
+        "request.required.acks",
+        "retries",
+        "transactional.id",
+    }
+)
+"""Options of librdkafka that the order and completeness of the log rest on: not for operators."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be set. ``kafka`` has no default: a bridge on the wrong one looks healthy."""
+
+    kafka: str
+    """Bootstrap addresses, ``host:port`` with commas."""
+    topic_prefix: str = ""
+    """Goes before each topic's name."""
+    id: str = ""
+    """How this bridge is called in claims and fences; empty: the host's name."""
+    partitions: int = 0
+    """Partitions that the event topic must have; 0: as it has."""
+    kafka_options: str = ""
+    """Further options of librdkafka, ``name=value`` with commas: TLS, SASL."""
+    replicas: str = ""
+    """Path of the replicas file."""
+    models: str = ""
+    """Path of the models file."""
+
+    queue_records_max: int = 20_000
+    """Records handed to Kafka's client and not acknowledged. Above it engines are not read: their buffers hold on."""
+    queue_bytes_max: int = 64 * 2**20
+    linger_seconds: float = 0.002
+    """How long the client waits for more records of a partition: a routing answer is not worth less for it."""
+    request_seconds: float = 10.0
+    """For one answer of Kafka at start."""
+    turn_batches_max: int = 64
+    """Batches applied per rank and turn: one busy engine must not make the others wait."""
+    turn_live_max: int = 512
+    """Live messages read per rank and turn."""
+    turn_replay_max: int = 2_048
+    """Replay messages read per rank and turn: engines up to 0.32 drop what is read too slowly."""
+    loads_max: int = 8
+    """Whole replay buffers that are read at the same time."""
+    dead_letters_per_second_max: float = 10.0
+    dead_letter_raw: bool = False
+    """Keep the bytes of unreadable batches on the dead-letter topic. They hold prompts: opt in knowingly."""
+    silent_seconds: float = 30.0
+    """After so long without a batch a rank is named in the log, with what seems to be wrong."""
+    report_seconds: float = 10.0
+    """Between two canonical log lines."""
+    stop_seconds: float = 10.0
+    """For everything that a stop takes."""
+    idle_probe_seconds: float = Limits().idle_probe_seconds
+    replay_seconds_max: float = Limits().replay_seconds_max
+
+    @property
+    def events_topic(self) -> str:
+        """The event topic."""
+        return self.topic_prefix + EVENTS
+
+    @property
+    def replicas_topic(self) -> str:
+        """The topic of claims and pointers."""
+        return self.topic_prefix + REPLICAS
+
+    @property
+    def dead_letter_topic(self) -> str:
+        """The topic of what could not be read."""
+        return self.topic_prefix + DEAD_LETTER
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of one session."""
+        return Limits(idle_probe_seconds=self.idle_probe_seconds, replay_seconds_max=self.replay_seconds_max)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """``kafka_options`` as pairs."""
+        return dict(_pairs(self.kafka_options))
+
+
+def read_settings(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
+    """Settings from flags (None: not given) and environment. Raises InvalidConfig naming what is wrong."""
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(Settings):
+        variable = variable_of(field.name)
+        flag = flags.get(field.name)
+        if flag is not None:
+            values[field.name] = flag
+        elif variable in environment:
+            values[field.name] = environment[variable]
+        elif field.required:
+            msg = f"{field.name} is not set: use --{field.name} or {variable}"
+            raise InvalidConfig(msg)
+    try:
+        settings = msgspec.convert(values, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        # msgspec's text names the field and the type it wants, never the value: options may hold a password
+        msg = f"bad setting: {error}"
+        raise InvalidConfig(msg) from error
+    return checked(settings)
+
+
+def checked(settings: Settings) -> Settings:
+    """The same settings, with the bridge's name filled in; raises InvalidConfig where they do not fit together."""
+    if not settings.id:
+        settings = msgspec.structs.replace(settings, id=socket.gethostname() or f"pid-{os.getpid()}")
+    for field in msgspec.structs.fields(Settings):
+        value = getattr(settings, field.name)
+        if field.name != "partitions" and not isinstance(value, bool | str) and not value > 0:
+            msg = f"{field.name} is {value}, must be above 0"
+            raise InvalidConfig(msg)
+    if settings.partitions < 0:
+        msg = f"partitions is {settings.partitions}, must be 0 (as the topic has) or its count"
+        raise InvalidConfig(msg)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,200}", settings.topic_prefix):
+        msg = "topic_prefix may hold letters, digits, '.', '_' and '-' only, as Kafka's topic names do"
+        raise InvalidConfig(msg)
+    if settings.idle_probe_seconds > FRESH_SECONDS:
+        msg = (
+            f"idle_probe_seconds {settings.idle_probe_seconds} > {FRESH_SECONDS}: "
+            "routers would call idle ranks stale between two probes"
+        )
+        raise InvalidConfig(msg)
+    _pairs(settings.kafka_options)
+    return settings
+
+
+FRESH_SECONDS = 3.0
+"""What routers call fresh by default (DESIGN §8)."""
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"KVLEDGER_{'' if name in SHARED else 'BRIDGE_'}{name.upper()}"
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = word.partition("=")
+        if not equals or not name.strip():
+            msg = "kafka_options must be name=value pairs with commas between, such as security.protocol=SSL"
+            raise InvalidConfig(msg)
+        if name.strip() in OWNED_OPTIONS:
+            msg = f"kafka_options must not set {name.strip()}: the order of the log rests on it"
+            raise InvalidConfig(msg)
+        pairs.append((name.strip(), value.strip()))
+    return pairs

@@ -45,6 +45,8 @@ class Piece(Protocol):
     def uncertain(self) -> tuple[str, ...]:
         """Reasons that hold from here on."""
 
+    # ``scheme`` (how the engine hashes) and ``opaque`` (medium code, count) are taken where a ledger knows them
+
 
 class Covered(msgspec.Struct, frozen=True):
     """The batch that a unit covers, and whose unit it is."""
@@ -78,6 +80,8 @@ def records(
                 unplaced=piece.unplaced if whole else (),
                 spec=piece.spec if whole else None,
                 uncertain=(piece.uncertain if whole else ()) + (reasons if last else ()),
+                scheme=getattr(piece, "scheme", None) if whole else None,
+                opaque=getattr(piece, "opaque", ()) if whole else (),
             )
             out.append((piece.group, record))
     return out
@@ -104,19 +108,24 @@ def _split(change: Change, bytes_max: int) -> Iterator[Change]:
     if _size(change) <= bytes_max:
         yield change
         return
-    step = max(8, bytes_max // 2 // 8 * 8)
+    step = max(64, bytes_max // 2 // 64 * 64)  # eight hashes share a byte of the bitmap
     for at in range(0, len(change.unplaced), step):
-        yield msgspec.structs.replace(change, runs=(), unplaced=change.unplaced[at : at + step])
+        yield msgspec.structs.replace(
+            change,
+            runs=(),
+            unplaced=change.unplaced[at : at + step],
+            unplaced_effective=change.unplaced_effective[at // 64 : (at + step) // 64],
+        )
     runs: list[Run] = []
     size = 0
     for run in change.runs:
         if runs and size + _run_size(run) > bytes_max // 2:
-            yield msgspec.structs.replace(change, runs=tuple(runs), unplaced=b"")
+            yield msgspec.structs.replace(change, runs=tuple(runs), unplaced=b"", unplaced_effective=b"")
             runs, size = [], 0
         runs.append(run)
         size += _run_size(run)
     if runs:
-        yield msgspec.structs.replace(change, runs=tuple(runs), unplaced=b"")
+        yield msgspec.structs.replace(change, runs=tuple(runs), unplaced=b"", unplaced_effective=b"")
 
 
 def _size(change: Change) -> int:

@@ -61,6 +61,19 @@ def test_a_batch_of_200_000_blocks_fits_kafka_in_order() -> None:
     assert (reader.state.seq, reader.state.n) == (9, len(unit))
 
 
+def test_the_bitmap_of_unplaced_hashes_is_cut_with_them() -> None:
+    hashes = b"".join(i.to_bytes(8, "big") for i in range(1000))
+    bits = bytes(i % 251 for i in range(125))
+    change = Change(STORED, 0, 9, 1.0, (), hashes, unplaced_effective=bits)
+
+    parts = [c for _, r in records(COVERED, 0, [Piece(0, (change,))], (), bytes_max=1000) for c in r.changes]
+
+    assert len(parts) > 10
+    assert b"".join(c.unplaced for c in parts) == hashes
+    assert b"".join(c.unplaced_effective for c in parts) == bits
+    assert all(len(c.unplaced_effective) == -(-len(c.unplaced) // 64) for c in parts)
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from([STORED, REMOVED]), st.lists(st.integers(1, 16), max_size=6), st.integers(0, 40)),

@@ -50,6 +50,9 @@ def connect(url: str, *, timeout_seconds: float, connections_max: int) -> Redis:
 
 def address_of(client: Redis) -> str:
     """Where a client connects to, without user and password."""
+    service = getattr(client.connection_pool, "service_name", None)
+    if service is not None:
+        return f"sentinel service {service}"
     parts: Mapping[str, Any] = client.connection_pool.connection_kwargs
     if "path" in parts:
         return f"unix://{parts['path']}"

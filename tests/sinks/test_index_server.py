@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from redis import exceptions
+from redis.asyncio.sentinel import Sentinel
 
 from kvledger_index.errors import InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import Keyspace
 from kvledger_index.server import address_of, connect, failures, faults, meaning
-from kvledger_index.writer import library
+from kvledger_index.writer import RedisWriter, library
 
 SOUND = {
     "redis_version": "7.0.15",
@@ -102,6 +103,13 @@ async def test_an_address_has_no_password(url: str, address: str) -> None:
     client = connect(url, timeout_seconds=1, connections_max=2)
 
     assert address_of(client) == address
+    await client.aclose()
+
+
+async def test_a_client_of_sentinel_is_named_after_its_service() -> None:
+    client = Sentinel([("sentinel-0", 26379)]).master_for("kvledger")  # type: ignore[no-untyped-call]  # redis-py
+
+    assert RedisWriter(client).address == "sentinel service kvledger"
     await client.aclose()
 
 

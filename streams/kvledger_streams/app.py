@@ -302,6 +302,7 @@ async def serve(settings: Settings, telemetry: Telemetry) -> int:
             app.finalize()
             await app.start()
         except (KafkaError, OSError) as error:
+            await _end(app, settings.stop_seconds)
             msg = f"Kafka does not take a consumer at {settings.kafka}: {error}"
             raise Unavailable(msg) from error
         telemetry.started(
@@ -312,36 +313,46 @@ async def serve(settings: Settings, telemetry: Telemetry) -> int:
             kafka=settings.kafka,
             namespace=settings.namespace,
         )
-        await _loop(worker, app, stop)
-        clean = await _stop(settings, worker, app, telemetry)
+        why = await _loop(worker, app, stop)
+        if why is not None:
+            telemetry.crashed(why)
+        clean = await _stop(settings, worker, app) and why is None
     finally:
         await writer.aclose()
     telemetry.stopped(worker.tally, clean=clean)
     return 0 if clean else 1
 
 
-async def _loop(worker: Worker, app: Any, stop: asyncio.Event) -> None:
-    """Turn until a signal, or until Faust gives up."""
-    while not (stop.is_set() or app.crashed):
-        await worker.turn()
+async def _loop(worker: Worker, app: Any, stop: asyncio.Event) -> str | None:
+    """Turn until a signal (None), or until Faust gives up or we find a defect of ours (why)."""
+    while not stop.is_set():
+        if app.crashed:
+            return repr(app.crash_reason)
+        try:
+            await worker.turn()
+        except Exception as error:  # noqa: BLE001 - the process ends in order, its supervisor starts another
+            return repr(error)
         waits = [asyncio.ensure_future(each.wait()) for each in (worker.changed, stop)]
         await asyncio.wait(waits, timeout=TURN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
+    return None
 
 
-async def _stop(settings: Settings, worker: Worker, app: Any, telemetry: Telemetry) -> bool:
-    """Intake first, then what is in flight, then the group; one deadline for all. False: not clean."""
+async def _stop(settings: Settings, worker: Worker, app: Any) -> bool:
+    """Intake first, then what is in flight, then the group; one deadline for all. False: not all in time."""
     deadline = time.monotonic() + settings.stop_seconds
-    crashed = app.crashed
-    if crashed:
-        telemetry.crashed(repr(app.crash_reason))
     done = await worker.stop(settings.stop_seconds / 2)
+    return await _end(app, max(0.5, deadline - time.monotonic())) and done
+
+
+async def _end(app: Any, seconds: float) -> bool:
+    """Stop Faust: leave the group, end its thread. False: not in time."""
     try:
-        await asyncio.wait_for(app.stop(), max(0.5, deadline - time.monotonic()))
+        await asyncio.wait_for(app.stop(), seconds)
     except TimeoutError:
-        done = False
-    return done and not crashed
+        return False
+    return True
 
 
 def _on_signals(telemetry: Telemetry) -> asyncio.Event:

@@ -25,6 +25,7 @@ RECORDINGS = Path(__file__).parents[3] / "tests" / "fixtures" / "engine-traces"
 EXIT_DIFFERS = 1
 LINE_EVERY = 50
 """Without a terminal a line stands for so many predictions."""
+PLAIN_COLUMNS = 140
 
 
 class Part(NamedTuple):
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             msg = f"{args.recordings / part.file}: no such recording; run this from a clone, or name --recordings DIR"
             raise BadInput(msg)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_COLUMNS)
     console.print("kvledger demo: three engines that ran elsewhere, replayed over real sockets")
     started = time.monotonic()
     with open_pipeline(kafka=args.kafka, redis=args.redis, progress=_say) as pipeline:

@@ -43,6 +43,9 @@ QUERY_SECONDS_MAX = 5.0
 POLL_SECONDS = 0.002
 PARTITIONS = 4
 UNLINK_KEYS_MAX = 500
+DELETE_SECONDS_MAX = 10.0
+GIVEN = "environment"
+"""Where a service comes from that was not started here."""
 SETTLED = frozenset({"exact", "at_least", "uncertain"})
 """Statuses that say what is known; stale and unknown ones are waited out."""
 
@@ -63,17 +66,19 @@ class Pipeline:
         self.fold.start()
 
     def stop(self) -> None:
-        """Stop the fold and delete what was made here, as far as Kafka and Redis are still there."""
+        """Stop the fold and delete what was made on services that outlive us, as far as they are still there."""
         self.fold.stop()
-        specs = topic_specs(partitions=PARTITIONS, prefix=self.prefix)
-        with contextlib.suppress(Unavailable, KafkaException):
-            deleted = connect(self._stack.kafka).delete_topics([spec.name for spec in specs], operation_timeout=5.0)
-            for future in deleted.values():
-                future.result(5.0)
-        with contextlib.suppress(RedisError), Redis.from_url(self._stack.redis) as client:
-            keys = list(client.scan_iter(f"{self.name}*", count=1000))
-            for at in range(0, len(keys), UNLINK_KEYS_MAX):
-                client.unlink(*keys[at : at + UNLINK_KEYS_MAX])
+        if self._stack.origins.get("kafka") == GIVEN:
+            specs = topic_specs(partitions=PARTITIONS, prefix=self.prefix)
+            with contextlib.suppress(Unavailable, KafkaException, TimeoutError):
+                deleted = connect(self._stack.kafka).delete_topics([spec.name for spec in specs])
+                for future in deleted.values():
+                    future.result(DELETE_SECONDS_MAX)
+        if self._stack.origins.get("redis") == GIVEN:
+            with contextlib.suppress(RedisError), Redis.from_url(self._stack.redis) as client:
+                keys = list(client.scan_iter(f"{self.name}*", count=1000))
+                for at in range(0, len(keys), UNLINK_KEYS_MAX):
+                    client.unlink(*keys[at : at + UNLINK_KEYS_MAX])
 
     @property
     def prefix(self) -> str:
@@ -93,12 +98,21 @@ class Pipeline:
 
     def attach(self, entries: Mapping[str, ModelEntry]) -> list[RunningEngine]:
         """Stand-in engines by replica name, and one bridge for all of them; their lives open in a moment."""
+        standins = {replica: StandIn().start() for replica in entries}
+        bridge = self._bridge(entries, {name: (standin.data, standin.replay) for name, standin in standins.items()})
+        return [RunningEngine(self, name, entries[name], standin, bridge) for name, standin in standins.items()]
+
+    def follow(self, replica: str, entry: ModelEntry, *, data: str, replay: str | None) -> Followed:
+        """A bridge for an engine that runs elsewhere, by its addresses; its life opens in a moment."""
+        return Followed(self, replica, entry, self._bridge({replica: entry}, {replica: (data, replay)}))
+
+    def _bridge(self, entries: Mapping[str, ModelEntry], addresses: Mapping[str, tuple[str, str | None]]) -> Process:
+        """One bridge, started, for the engines at ``addresses`` (data, replay), both by replica name."""
         folder = self._stack.folder.path / f"{self.name}-bridge-{next(self._numbers)}"
         folder.mkdir()
-        standins = {replica: StandIn().start() for replica in entries}
         replicas = [
-            {"id": replica, "model": entries[replica].model, "data": standin.data, "replay": standin.replay}
-            for replica, standin in standins.items()
+            {"id": replica, "model": entries[replica].model, "data": data, **({"replay": replay} if replay else {})}
+            for replica, (data, replay) in addresses.items()
         ]
         models = {entry.model: models_entry(entry) for entry in entries.values()}
         write_yaml(folder / "replicas.yaml", {"replicas": replicas})
@@ -106,7 +120,7 @@ class Pipeline:
         files = ["--replicas", str(folder / "replicas.yaml"), "--models", str(folder / "models.yaml")]
         bridge = self._process("bridge", files, log=folder / "bridge.log")
         bridge.start()
-        return [RunningEngine(self, name, entries[name], standin, bridge) for name, standin in standins.items()]
+        return bridge
 
     def check(self) -> None:
         """Raise Unavailable if the fold or a server has ended."""
@@ -132,22 +146,22 @@ class Pipeline:
         self.stop()
 
 
-class RunningEngine:
-    """One stand-in engine, its bridge, and what the index says of it."""
+class Followed:
+    """One engine, the bridge that follows it, and what the index says of it.
 
-    def __init__(self, pipeline: Pipeline, replica: str, entry: ModelEntry, standin: StandIn, bridge: Process) -> None:
-        self.replica, self.entry, self.standin, self.bridge = replica, entry, standin, bridge
+    Whoever knows what the engine published tells ``heard``; predictions wait until the index covers that.
+    """
+
+    def __init__(self, pipeline: Pipeline, replica: str, entry: ModelEntry, bridge: Process) -> None:
+        self.replica, self.entry, self.bridge = replica, entry, bridge
         self.published = 0
         self._pipeline = pipeline
         self._index = pipeline.index(entry.model)
         self._last = -1
 
-    async def publish(self, batch: Published) -> None:
-        """One batch, as the engine sent it. A sequence that goes back is the engine's restart."""
-        if batch.seq <= self._last:
-            await asyncio.to_thread(self.standin.restart)
-        self.standin.publish(batch.payload, topic=batch.topic, seq=batch.seq)
-        self._last = batch.seq
+    def heard(self, seq: int) -> None:
+        """The engine published one more batch."""
+        self._last = seq
         self.published += 1
 
     async def predict(
@@ -168,8 +182,10 @@ class RunningEngine:
         return sum(report.unplaced for report in explained.ranks)
 
     async def close(self) -> None:
-        """Stop bridge and engine; the log keeps what they said."""
-        await asyncio.to_thread(self.bridge.stop)
+        """Stop the engine, and the bridge with its last engine; the log keeps what they said."""
+        self.closed = True
+        if all(other.closed for other in self.neighbours):
+            await asyncio.to_thread(self.bridge.stop)
         await asyncio.to_thread(self.standin.stop)
         await self._index.aclose()
 
@@ -196,6 +212,26 @@ class RunningEngine:
             raise Unavailable(
                 f"{what}; {self.bridge.obituary('is running')}\n{self._pipeline.fold.obituary('is running')}"
             )
+
+
+class RunningEngine(Followed):
+    """A stand-in engine that says what it is told to."""
+
+    def __init__(self, pipeline: Pipeline, replica: str, entry: ModelEntry, standin: StandIn, bridge: Process) -> None:
+        super().__init__(pipeline, replica, entry, bridge)
+        self.standin = standin
+
+    async def publish(self, batch: Published) -> None:
+        """One batch, as the engine sent it. A sequence that goes back is the engine's restart."""
+        if batch.seq <= self._last:
+            await asyncio.to_thread(self.standin.restart)
+        self.standin.publish(batch.payload, topic=batch.topic, seq=batch.seq)
+        self.heard(batch.seq)
+
+    async def close(self) -> None:
+        """Stop bridge and engine; the log keeps what they said."""
+        await super().close()
+        await asyncio.to_thread(self.standin.stop)
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -100,7 +100,10 @@ class Pipeline:
         """Stand-in engines by replica name, and one bridge for all of them; their lives open in a moment."""
         standins = {replica: StandIn().start() for replica in entries}
         bridge = self._bridge(entries, {name: (standin.data, standin.replay) for name, standin in standins.items()})
-        return [RunningEngine(self, name, entries[name], standin, bridge) for name, standin in standins.items()]
+        engines = [RunningEngine(self, name, entries[name], standin, bridge) for name, standin in standins.items()]
+        for engine in engines:
+            engine.neighbours = engines
+        return engines
 
     def follow(self, replica: str, entry: ModelEntry, *, data: str, replay: str | None) -> Followed:
         """A bridge for an engine that runs elsewhere, by its addresses; its life opens in a moment."""
@@ -155,6 +158,9 @@ class Followed:
     def __init__(self, pipeline: Pipeline, replica: str, entry: ModelEntry, bridge: Process) -> None:
         self.replica, self.entry, self.bridge = replica, entry, bridge
         self.published = 0
+        self.closed = False
+        self.neighbours: Sequence[Followed] = (self,)
+        """Those with the same bridge, this one among them."""
         self._pipeline = pipeline
         self._index = pipeline.index(entry.model)
         self._last = -1
@@ -182,11 +188,10 @@ class Followed:
         return sum(report.unplaced for report in explained.ranks)
 
     async def close(self) -> None:
-        """Stop the engine, and the bridge with its last engine; the log keeps what they said."""
+        """Stop the bridge with its last engine; the log keeps what was said."""
         self.closed = True
         if all(other.closed for other in self.neighbours):
             await asyncio.to_thread(self.bridge.stop)
-        await asyncio.to_thread(self.standin.stop)
         await self._index.aclose()
 
     async def _visible(
@@ -229,7 +234,7 @@ class RunningEngine(Followed):
         self.heard(batch.seq)
 
     async def close(self) -> None:
-        """Stop bridge and engine; the log keeps what they said."""
+        """Stop the engine, and the bridge with its last engine; the log keeps what they said."""
         await super().close()
         await asyncio.to_thread(self.standin.stop)
 

@@ -47,9 +47,12 @@ class IndexReader(Protocol):
     async def models(self) -> list[str]:
         """Names of the models that have a catalogue, sorted."""
 
-    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         """Holders of a prompt's keys. One round trip, a second one where the prompt leaves a row's path.
 
+        ``hashes`` are engine hashes (low 64 bits), each looked up as the only key of a row named by itself, in the
+        first of these round trips: ``Reading.singles``. They stand there only while they are resident without a block
+        key.
         The result's ``version`` differs from the catalogue's where that changed meanwhile: take both again.
         Holders may name slots that no catalogue knows: those are dead.
         """

@@ -261,9 +261,10 @@ class MemoryIndex:
             ranks[name] = RankView(card, self._store.ranks[card.partition][name].slots)
         return Catalogue(self._store.versions.get(model, b""), ranks)
 
-    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
-        """Holders of a prompt's keys, all from one moment. O(keys x holders)."""
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
+        """Holders of a prompt's keys and of engine hashes, all from one moment. O((keys + hashes) x holders)."""
         check_keys(keys)
+        check_keys(hashes)
         partitions: dict[int, PartitionView] = {}
         pulses: dict[str, Pulse] = {}
         now = self._store.now.get(model, {})
@@ -279,8 +280,9 @@ class MemoryIndex:
                 broker_ms, moving = now[name]
                 pulses[name] = Pulse(moving, stored.log_at_ms - max(0, stored.log_ms - broker_ms))
         segments = [self._segment(keys[at : at + SEGMENT_STRIDES]) for at in range(0, len(keys), SEGMENT_STRIDES)]
+        singles = tuple(self._segment((name,)) for name in hashes)
         version = self._store.versions.get(model, b"")
-        return Reading(version, self._clock_ms(), pulses, partitions, segments, frozenset())
+        return Reading(version, self._clock_ms(), pulses, partitions, segments, frozenset(), singles=singles)
 
     def _segment(self, keys: Sequence[int]) -> Segment:
         masks: dict[tuple[int, int], int] = {}

@@ -55,6 +55,7 @@ class Reading(NamedTuple):
     """One answer, taken at one moment. ``moved``: ranks whose stamp moved between the two reads of the answer.
 
     Where ``version`` differs from the catalogue's, only ``version``, ``time_ms`` and ``partitions`` mean anything.
+    ``singles`` are the holders of the engine hashes that were asked for, in their order; each has bit 0 only.
     ``corrupt`` counts stored values that could not be read: they count as absent, so no answer from this reading is
     exact.
     """
@@ -66,6 +67,7 @@ class Reading(NamedTuple):
     segments: list[Segment]
     moved: frozenset[str]
     corrupt: int = 0
+    singles: tuple[Segment, ...] = ()
 
 
 class Claimed(NamedTuple):

@@ -2,7 +2,8 @@
 
 Workload, fixed seed: prompts of whole segments (16 keys) stored, joined by further holders and removed again, through
 ``RedisWriter`` in steps of ``--ops`` puts; branches that leave a shared segment in its middle; single blocks in random
-order; reads of one prompt of 512 blocks by ``RedisReader``. A block operation is one key of one holder. Rates are per
+order; engine hashes without a block key, a row each; reads of one prompt of 512 blocks by ``RedisReader``, also with
+its 512 engine hashes. A block operation is one key of one holder. Rates are per
 second of the server's own CPU time, so that a busy machine disturbs them least; ``wall`` includes the client. Prints a
 table, slowest first, or ``--json``.
 
@@ -119,6 +120,11 @@ def singles(paths: Sequence[Sequence[int]], order: random.Random | None, *, add:
     return puts
 
 
+def hashes(names: Iterable[int], *, add: bool = True) -> list[Put]:
+    """One put per engine hash that has no block key: a segment of one."""
+    return [Put(add, "gpu", 1, name, 0, 0, (name,), 1) for name in names]
+
+
 def branches(source: random.Random, count: int) -> Iterator[Put]:
     """Runs that leave one of few shared segments in its middle."""
     shared = [[source.getrandbits(64) for _ in range(SEGMENT)] for _ in range(max(1, count // 100))]
@@ -151,9 +157,15 @@ async def writes(bench: Bench, blocks: int) -> None:
     await bench.measure("64th holder, runs", ranks[63], runs(paths))
     await bench.measure("remove 64th holder, runs", ranks[63], runs(paths, add=False))
     await bench.open()
-    await bench.step(ranks[0], [Bind()])
+    for rank in ranks[:2]:
+        await bench.step(rank, [Bind()])
     await bench.measure("new, block by block (decode)", ranks[0], singles(paths, None))
     await bench.measure("remove last holder, runs", ranks[0], runs(paths, add=False))
+    names = [source.getrandbits(64) for _ in range(blocks)]
+    await bench.measure("new engine hashes", ranks[0], hashes(names))
+    await bench.measure("2nd holder, engine hashes", ranks[1], hashes(names))
+    await bench.measure("remove 2nd holder, engine hashes", ranks[1], hashes(names, add=False))
+    await bench.measure("remove engine hashes", ranks[0], hashes(names, add=False))
     await bench.measure("branches in shared segments", ranks[0], list(branches(source, blocks // SEGMENT)))
     cpu = await bench.cpu()
     await bench.step(ranks[0], [Drop()])
@@ -171,6 +183,11 @@ async def reads(bench: Bench) -> dict[str, float]:
     figures: dict[str, float] = {}
     catalogue = await bench.reader.catalogue(MODEL)
     figures |= await timed("read, equal rows", bench, catalogue, prompt)
+    names = [source.getrandbits(64) for _ in prompt]
+    figures |= await timed("read, and 512 engine hashes, absent", bench, catalogue, prompt, names)
+    for number in range(READ_HOLDERS):
+        await bench.step(f"replica-{number}/0", hashes(names))
+    figures |= await timed("read, and 512 engine hashes, 65 holders", bench, catalogue, prompt, names)
     for number in range(READ_HOLDERS):
         # every holder lost another block of every segment, so that no two rows are equal
         lost = [(path, (number + at) % 15 + 1) for at, path in enumerate(paths)]
@@ -187,12 +204,14 @@ async def reads(bench: Bench) -> dict[str, float]:
     return figures
 
 
-async def timed(name: str, bench: Bench, catalogue: Any, keys: Sequence[int]) -> dict[str, float]:
+async def timed(
+    name: str, bench: Bench, catalogue: Any, keys: Sequence[int], names: Sequence[int] = ()
+) -> dict[str, float]:
     times = []
     cpu = await bench.cpu()
     for _ in range(READS):
         began = time.perf_counter()
-        await bench.reader.read(catalogue, MODEL, keys)
+        await bench.reader.read(catalogue, MODEL, keys, names)
         times.append(time.perf_counter() - began)
     used = (await bench.cpu() - cpu) / READS
     times.sort()

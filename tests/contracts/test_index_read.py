@@ -203,6 +203,62 @@ async def test_a_key_that_is_none_is_the_caller_s_fault(pair: Pair, bad: int) ->
     catalogue = await pair.reader.catalogue(MODEL)
     with pytest.raises(InvalidInput):
         await pair.reader.read(catalogue, MODEL, [1, bad])
+    with pytest.raises(InvalidInput):
+        await pair.reader.read(catalogue, MODEL, [1], [bad])
+
+
+# --- engine hashes without a block key
+
+
+HASHES = (0xFFFF_FFFF_FFFF_FFFF, 0, 0xA5A5)
+
+
+async def test_an_engine_hash_is_found_under_itself_beside_the_keys(pair: Pair, fold: Fold) -> None:
+    await fold.do(A, Bind(), put(PATH), *(put((name,), lane=1) for name in HASHES[:2]))
+    await fold.do(B, Bind(), put(HASHES[:1], lane=255, medium="cpu"))
+    catalogue = await pair.reader.catalogue(MODEL)
+    slots = {name: view.slots for name, view in catalogue.ranks.items()}
+    reading = await pair.reader.read(catalogue, MODEL, PATH, HASHES)
+
+    assert [set(segment.holders) for segment in reading.segments] == [{(slots[A][0], 0, 0xFFFF)}]
+    assert [set(single.holders) for single in reading.singles] == [
+        {(slots[A][0], 1, 1), (slots[B][1], 255, 1)},
+        {(slots[A][0], 1, 1)},
+        set(),
+    ]
+
+
+async def test_hashes_are_read_in_the_order_asked_also_without_keys_and_twice(pair: Pair, fold: Fold) -> None:
+    await fold.do(A, Bind(), put(HASHES[1:2]))
+    catalogue = await pair.reader.catalogue(MODEL)
+    asked = [HASHES[2], HASHES[1], HASHES[0], HASHES[1]]
+    reading = await pair.reader.read(catalogue, MODEL, (), asked)
+
+    assert reading.segments == []
+    assert [len(single.holders) for single in reading.singles] == [0, 1, 0, 1]
+    assert (await pair.reader.read(catalogue, MODEL, PATH)).singles == ()
+
+
+async def test_a_hash_that_gets_its_key_moves_and_back(pair: Pair, fold: Fold) -> None:
+    """As the fold moves it: both sides of a move are in one unit."""
+    away, back = (put(HASHES[:1], add=False), put(PATH)), (put(HASHES[:1]), put(PATH, add=False))
+    await fold.do(A, Bind(), put(HASHES[:1]))
+    catalogue = await pair.reader.catalogue(MODEL)
+    for ops, keyed in ((away, 1), (back, 0)):
+        await fold.do(A, *ops)
+        reading = await pair.reader.read(catalogue, MODEL, PATH, HASHES[:1])
+
+        assert (len(reading.segments[0].holders), len(reading.singles[0].holders)) == (keyed, 1 - keyed)
+
+
+async def test_a_cleared_medium_holds_no_hashes_either(pair: Pair, fold: Fold) -> None:
+    await fold.do(A, Bind(), put(HASHES[:1]), put(HASHES[:1], medium="storage"))
+    await fold.do(A, Clear("gpu"))
+    catalogue = await pair.reader.catalogue(MODEL)
+    reading = await pair.reader.read(catalogue, MODEL, (), HASHES[:1])
+    live = {slot for slot in catalogue.ranks[A].slots if slot}
+
+    assert [slot for slot, _, _ in reading.singles[0].holders if slot in live] == [catalogue.ranks[A].slots[2]]
 
 
 # --- dump

@@ -72,7 +72,9 @@ class RankState(msgspec.Struct, omit_defaults=True):
     ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from``
     the offset of the first of them. ``unplaced`` and ``opaque`` hold (group, medium code, count). ``heard`` names the
     groups that said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a part in a
-    hit (offload events may carry no group beside GPU events that do).
+    hit (offload events may carry no group beside GPU events that do). ``unlisted`` are the lanes (group, medium code)
+    of which some change did not say which hashes became resident without a key: all that are unplaced there count as
+    opaque, too.
     """
 
     owner: int = -1
@@ -95,6 +97,7 @@ class RankState(msgspec.Struct, omit_defaults=True):
     unplaced: tuple[tuple[int | None, int, int], ...] = ()
     opaque: tuple[tuple[int | None, int, int], ...] = ()
     scheme: Scheme | None = None
+    unlisted: tuple[tuple[int | None, int], ...] = ()
     at: int = -1
     tail: tuple[tuple[int | str | None, Lived], ...] = ()
     tail_from: int = -1
@@ -179,7 +182,7 @@ def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
     state.partial, state.closed, state.suspended = record.partial, False, False
     state.uncertain, state.groups, state.scheme = (), (), None
     state.heard, state.heard_gpu = (), ()
-    state.unplaced, state.opaque = (), ()
+    state.unplaced, state.opaque, state.unlisted = (), (), ()
     state.entry, state.stride = record.entry, record.stride
     state.engine_version, state.process = record.engine_version, record.process
     state.at = max(state.at, offset)
@@ -221,6 +224,7 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
         gone = {change.medium for change in record.changes}
         state.unplaced = tuple(u for u in state.unplaced if u[1] not in gone)
         state.opaque = tuple(u for u in state.opaque if u[1] not in gone)
+        state.unlisted = tuple(lane for lane in state.unlisted if lane[1] not in gone)
         if GPU in gone:
             state.partial = False  # an empty GPU cache has no unknown past
             state.uncertain = tuple(u for u in state.uncertain if not u.startswith("gap: "))
@@ -234,7 +238,14 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
     ):
         state.heard_gpu = (*state.heard_gpu, group)
     state.unplaced = _recount(state.unplaced, group, record.unplaced)
-    state.opaque = _recount(state.opaque, group, record.opaque)
+    for change in record.changes:
+        if change.unplaced and not change.unplaced_effective and (group, change.medium) not in state.unlisted:
+            state.unlisted = (*state.unlisted, (group, change.medium))  # written by an older bridge
+    opaque = record.opaque
+    if state.unlisted:
+        opaque = tuple(o for o in opaque if (group, o[0]) not in state.unlisted)
+        opaque += tuple(u for u in record.unplaced if (group, u[0]) in state.unlisted)
+    state.opaque = _recount(state.opaque, group, opaque)
 
 
 def _recount(

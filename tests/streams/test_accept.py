@@ -277,6 +277,23 @@ def test_opaque_counts_go_with_those_of_unplaced_hashes() -> None:
     assert [state.unplaced, state.opaque] == [()] * 2
 
 
+def test_hashes_of_a_bridge_that_does_not_list_them_are_opaque() -> None:
+    """An older bridge names unplaced hashes, but not which of them became resident: the index cannot hold them."""
+    state = loaded()
+    listed = Change(STORED, 0, 1, 0.0, unplaced=bytes(16), unplaced_effective=b"\x03")
+    bare = Change(STORED, 1, 1, 0.0, unplaced=bytes(8))
+    unit = Events(0, 1, (1, 1), 1, 1, b"d", True, (listed, bare), unplaced=((0, 2), (1, 1)), opaque=((0, 1),))
+    accept(state, 3, unit, 1)
+    assert state.opaque == ((3, 0, 1), (3, 1, 1))
+
+    accept(state, 3, events(2, unplaced=((0, 2), (1, 4))), 2)
+    assert state.opaque == ((3, 1, 4),)
+    accept(state, "*", clear(3, medium=1), 3)
+    accept(state, 3, events(4, unplaced=((0, 2), (1, 4))), 4)
+
+    assert state.opaque == ()
+
+
 def test_a_hash_scheme_is_kept_until_another_is_found_or_a_life_ends() -> None:
     state = loaded()
     accept(state, 1, events(1, scheme=Scheme("sha256")), 1)

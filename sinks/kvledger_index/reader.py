@@ -1,4 +1,7 @@
-"""The read end in Redis: plain commands in one transaction, so that a router needs no function and no write access."""
+"""The read end in Redis: read-only scripts (``functions/read.lua``, ``sides.lua``), each one moment of the index.
+
+A router needs no right to write or to load functions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from kvledger_index.errors import Corrupt
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
 from kvledger_index.model import GROUP_NONE_LANE, MEDIA
 from kvledger_index.rows import NO_ROW, Holders, RowView, merge, parse_row, parse_side, split_row
-from kvledger_index.server import address_of, connect, failures
+from kvledger_index.server import Script, address_of, connect, failures, fields_of
 from kvledger_index.values import PartitionValue, decode_card, decode_now, decode_partition, pack_keys
 from kvledger_index.views import Catalogue, Claimed, Pulse, RankView, Reading, Segment
 
@@ -23,7 +26,10 @@ DEADLINE_SECONDS_DEFAULT = 1.0
 CONNECTIONS_MAX = 64
 """Calls under way at once; more wait their turn, within the caller's deadline."""
 
-_SEGMENT_BYTES = SEGMENT_STRIDES * 8
+_KEY_BYTES = 8
+_READ = Script("read.lua")
+_SIDES = Script("sides.lua")
+_SEGMENT_BYTES = SEGMENT_STRIDES * _KEY_BYTES
 _SCAN_COUNT = 1_000
 """Keys that one SCAN visits: about 0.3 ms of Redis."""
 
@@ -87,10 +93,13 @@ class RedisReader:
             ranks[name.decode()] = RankView(card, slots)
         return Catalogue(version, ranks)
 
-    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
-        """Holders of a prompt's keys: one transaction, a second one where the prompt leaves a row that has a side."""
-        packed = pack_keys(keys)
-        paths = [packed[at : at + _SEGMENT_BYTES] for at in range(0, len(packed), _SEGMENT_BYTES)]
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
+        """Holders of a prompt's keys and of engine hashes: one round trip, a second one where the prompt leaves a row
+        that has a side.
+        """
+        paths = _pieces(pack_keys(keys), _SEGMENT_BYTES)
+        segments = len(paths)
+        paths += _pieces(pack_keys(hashes), _KEY_BYTES)  # a segment of one is a path that nothing can leave
         numbers = sorted({view.card.partition for view in catalogue.ranks.values()})
         first = await self._first(model, numbers, paths)
         version = first.now.get(b"v", b"")
@@ -116,35 +125,21 @@ class RedisReader:
                 corrupt += bad
                 holders[at] = merge(holders[at], masks)
         self.corrupt += corrupt
-        return Reading(version, first.time_ms, pulses, views, [Segment(each) for each in holders], moved, corrupt)
+        found = [Segment(each) for each in holders]
+        return Reading(version, first.time_ms, pulses, views, found[:segments], moved, corrupt, tuple(found[segments:]))
 
     async def _first(self, model: str, numbers: Sequence[int], paths: Sequence[bytes]) -> _First:
-        keys = self._keyspace
-        commands: list[tuple[Any, ...]] = [("TIME",), ("HGETALL", keys.now(model))]
-        if numbers:
-            commands.append(("HMGET", keys.partitions, *map(str, numbers)))
-        if paths:
-            commands.append(("MGET", *(keys.row(path[:8]) for path in paths)))
-        answers = await self._transaction(commands)
-        (seconds, micros), now = answers[:2]
-        return _First(
-            now,
-            answers[2] if numbers else [],
-            int(seconds) * 1000 + int(micros) // 1000,
-            answers[-1] if paths else [],
+        time, now, partitions, rows = await self._run(
+            _READ, model, str(len(numbers)), *map(str, numbers), *(path[:8] for path in paths)
         )
+        return _First(fields_of(now), partitions, int(time[0]) * 1000 + int(time[1]) // 1000, rows)
 
     async def _sides(
         self, model: str, wanted: Sequence[tuple[bytes, bytes]]
     ) -> tuple[dict[bytes, bytes], list[list[bytes | None]]]:
         """What stands in the sides for (first key, keys) and, of the same moment, the model's moving parts."""
-        keys = self._keyspace
-        commands: list[tuple[Any, ...]] = [("HGETALL", keys.now(model))]
-        commands += (
-            ("HMGET", keys.side(first), *(path[at : at + 8] for at in range(0, len(path), 8))) for first, path in wanted
-        )
-        now, *sides = await self._transaction(commands)
-        return now, sides
+        now, *sides = await self._run(_SIDES, model, *(word for each in wanted for word in each))
+        return fields_of(now), sides
 
     async def dump(self, model: str | None = None, rank: str | None = None) -> AsyncIterator[Claimed]:
         """Every block claimed by a live slot, in the order that SCAN brings rows; no block twice.
@@ -190,16 +185,16 @@ class RedisReader:
                 for position, key in enumerate(nodes)
                 if mask >> position & 1
             )
-        if branching:
-            for fields in await self._transaction([("HGETALL", name + b"/") for name in branching]):
-                for raw_key, raw in fields.items():
-                    try:
-                        holders = parse_side(raw)
-                    except Corrupt:
-                        self.corrupt += 1
-                        continue
-                    key = int.from_bytes(raw_key, "big")
-                    claims += (_claim(owners[slot], lane, key) for slot, lane in holders if slot in owners)
+        for name in branching:
+            fields: dict[bytes, bytes] = await self._call("HGETALL", name + b"/")
+            for raw_key, raw in fields.items():
+                try:
+                    holders = parse_side(raw)
+                except Corrupt:
+                    self.corrupt += 1
+                    continue
+                key = int.from_bytes(raw_key, "big")
+                claims += (_claim(owners[slot], lane, key) for slot, lane in holders if slot in owners)
         return claims
 
     async def _call(self, *command: Any) -> Any:
@@ -207,15 +202,14 @@ class RedisReader:
             with failures(self.address):
                 return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py types its arguments, not itself
 
-    async def _transaction(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """MULTI, the commands, EXEC: one round trip and one moment."""
+    async def _run(self, script: Script, *args: bytes | str) -> list[Any]:
         async with self._gate:
             with failures(self.address):
-                async with self._client.pipeline(transaction=True) as pipe:
-                    for command in commands:
-                        pipe.execute_command(*command)
-                    answers: list[Any] = await pipe.execute()
-                    return answers
+                return await script.run(self._client, self._keyspace.prefix, *args)
+
+
+def _pieces(packed: bytes, size: int) -> list[bytes]:
+    return [packed[at : at + size] for at in range(0, len(packed), size)]
 
 
 def _claim(owner: tuple[str, str], lane: int, key: int) -> Claimed:

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from kvledger_index.errors import Corrupt, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
-from kvledger_index.server import address_of, connect, failures, faults
+from kvledger_index.server import Script, address_of, connect, failures, faults, fields_of
 from kvledger_index.units import NONCE_BYTES, Outcome, Progress, Put, Stamp, Step, Stored, check_numbers, check_step
 from kvledger_index.values import (
     NEVER_BYTES,
@@ -35,6 +35,7 @@ TIMEOUT_SECONDS_DEFAULT = 5.0
 CONNECTIONS_MAX = 8
 """Partitions of one worker written at the same time; more callers wait their turn."""
 
+_LOAD = Script("load.lua")
 _LIBRARY_PARTS = ("rows.lua", "apply.lua", "seek.lua")
 
 
@@ -97,20 +98,17 @@ class RedisWriter:
         await self._load_library()
 
     async def load(self, partition: int) -> Stored:
-        """Progress and ranks of a partition, in one transaction.
+        """Progress and ranks of a partition (``functions/load.lua``).
 
         A value that cannot be read counts as no progress: the partition is rebuilt, which writes it anew.
         """
         async with self._gate:
             with failures(self.address):
-                async with self._client.pipeline(transaction=True) as pipe:
-                    pipe.execute_command("HGET", self._keyspace.partitions, str(partition))
-                    pipe.execute_command("HGETALL", self._keyspace.ranks(partition))
-                    raw, fields = await pipe.execute()
+                raw, flat = await _LOAD.run(self._client, self._keyspace.prefix, str(partition))
         ranks: dict[str, tuple[Stamp, bytes]] = {}
         progress: Progress | None = None
         try:
-            for name, value in fields.items():
+            for name, value in fields_of(flat).items():
                 rank = decode_rank(value)
                 ranks[name.decode()] = (rank.stamp, rank.state)
             if raw is not None:

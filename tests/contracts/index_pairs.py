@@ -97,6 +97,7 @@ async def redis_pair(url: Callable[[], str], namespace: str) -> AsyncIterator[Re
         try:
             yield pair
         finally:
+            await pair.raw.config_set("maxmemory", 0)  # a test may have filled the server
             await pair.restore({})
 
 

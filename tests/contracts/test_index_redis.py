@@ -105,6 +105,7 @@ async def test_a_reader_needs_no_function(private: RedisPair) -> None:
     await fold.seek()
     await fold.do(A, Bind(), put(PATH))
     await private.raw.execute_command("FUNCTION", "FLUSH")
+    await private.raw.execute_command("SCRIPT", "FLUSH")
     holders, _ = await look(private.reader, PATH)
 
     assert holders == [{(A, "gpu", 0)}] * 16
@@ -212,13 +213,15 @@ async def test_a_full_server_takes_no_blocks_but_lets_them_go(redis_server: Any,
     async with redis_pair(lambda: server.url, namespace) as pair:
         fold = Fold(pair.writer)
         await fold.seek()
-        await fold.do(A, Bind(), put(PATH))
+        branch = [*PATH[:4], 77]
+        await fold.do(A, Bind(), put(PATH), put(branch, 4))
         await pair.raw.execute_command("CONFIG", "SET", "maxmemory", "1mb")
         before = await claims(pair.reader)
         with pytest.raises(Unavailable, match="maxmemory"):
             await fold.do(B, Bind(), put(PATH))
 
         assert await claims(pair.reader) == before
+        assert (await look(pair.reader, branch))[0] == [{(A, "gpu", 0)}] * 5, "routers still read"
         assert B not in (await pair.writer.load(0)).ranks, "nothing of the step was written"
         for op in (take(PATH, 8), Clear("cpu"), Drop()):
             assert (await fold.do(A, op)).applied == 1
@@ -399,14 +402,14 @@ async def test_many_branches_cost_two_round_trips(pair: RedisPair, fold: Fold, m
     await fold.do(A, *(put(branch, 8) for branch in branches))
     catalogue = await pair.reader.catalogue(MODEL)
     trips = 0
-    transaction = pair.redis_reader._transaction
+    run = pair.redis_reader._run
 
-    async def counted(commands: Any) -> Any:
+    async def counted(*args: Any) -> Any:
         nonlocal trips
         trips += 1
-        return await transaction(commands)
+        return await run(*args)
 
-    monkeypatch.setattr(pair.redis_reader, "_transaction", counted)
+    monkeypatch.setattr(pair.redis_reader, "_run", counted)
     await pair.reader.read(catalogue, MODEL, keys)
     assert trips == 1
     reading = await pair.reader.read(catalogue, MODEL, [key for branch in branches for key in branch])

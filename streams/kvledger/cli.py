@@ -40,6 +40,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "dump": Command("list what the index claims", "all"),
     "decode": Command("decode engine payloads to JSON", "bridge"),
     "verify": Command("compare predictions with a recorded engine's own answers", "all"),
+    "record": Command("record a session of a vLLM server, for verify", "all"),
     "demo": Command("replay three recorded engines through everything and compare", "all"),
 }
 

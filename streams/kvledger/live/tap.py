@@ -1,0 +1,205 @@
+"""What an engine has published so far, all of it and in order: a subscription of our own beside the bridge's.
+
+How "all of it" is known. vLLM's publisher thread serves at most one replay request and then publishes at most one batch
+per turn, and a step's events are queued before its outputs are returned. So if two replay requests in a row, the first
+sent after a response arrived, find nothing new, nothing was queued when the first one was served:
+
+    response ─> replay(n) ─> END ─ turn publishes what is queued ─> replay(n) ─> END: nothing was
+
+An engine without a replay endpoint can only be listened to until it is silent for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Self
+
+import zmq
+
+from kvledger.errors import Unavailable
+from kvledger_engine.recording import Published
+
+ANSWER_SECONDS_MAX: Final = 15.0
+"""An engine's publisher answers within 0.1 s when idle; while it computes on few cores, later."""
+
+SUBSCRIPTION_SECONDS_MAX: Final = 2.0
+"""A batch that replay has and the subscription has not shown by then is taken from replay (a late subscription)."""
+
+ROUNDS_MAX: Final = 1000
+"""Replay requests for one catching up: an engine that never comes to rest is not read for ever."""
+
+SEQUENCE_BYTES: Final = 8
+Clock = Callable[[], float]
+
+
+class Tap:
+    """Subscribe at once; then ``catch_up`` as often as wanted. One thread. Close it at the end.
+
+    ``data`` and ``replay`` are addresses to connect to. ``quiet_seconds``: silence that must have passed before the
+    engine counts as at rest. ``first`` is the sequence that the record starts with: above 0, the engine had published
+    more than it still had.
+    """
+
+    def __init__(
+        self,
+        data: str,
+        replay: str | None,
+        *,
+        topic: bytes = b"",
+        quiet_seconds: float = 0.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.first: int | None = None
+        self.taken_from_replay = 0
+        self._next = 0
+        self._topic = topic
+        self._quiet = quiet_seconds
+        self._clock = clock
+        self._late: set[int] = set()
+        self._live: deque[Published] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.set(zmq.RCVHWM, 0)
+        self._sub.subscribe(b"")
+        self._sub.connect(data)
+        self._replay_address = replay
+        self._replay = self._dealer() if replay else None
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def catch_up(self) -> list[Published]:
+        """Every batch since the last call, up to now, in order of sequence and without a hole.
+
+        Raises Unavailable where the engine restarted, lost something for good, or never comes to rest.
+        """
+        batches = self._by_silence() if self._replay is None else self._by_replay()
+        if batches:
+            if self.first is None:
+                self.first = batches[0].seq
+            self._next = batches[-1].seq + 1
+        return batches
+
+    # ---- without replay
+
+    def _by_silence(self) -> list[Published]:
+        found: list[Published] = []
+        while (batch := self._receive(self._quiet)) is not None:
+            expected = found[-1].seq + 1 if found else self._next
+            if batch.seq != expected and (found or self.first is not None):
+                msg = f"the engine's messages jump from {expected - 1} to {batch.seq}, and no replay can fill that"
+                raise Unavailable(msg)
+            found.append(batch)
+        return found
+
+    # ---- with replay
+
+    def _by_replay(self) -> list[Published]:
+        while (batch := self._receive(self._quiet)) is not None:
+            self._live.append(batch)
+        head = self._next
+        replayed: list[Published] = []
+        silent = 0
+        for _ in range(ROUNDS_MAX):
+            fresh = self._ask(head)
+            if not fresh:
+                silent += 1
+            else:
+                silent = 0
+                self._check_start(fresh[0].seq, head)
+                replayed += _contiguous(fresh)
+                head = replayed[-1].seq + 1
+            if silent == 2:
+                return self._merged(replayed)
+        msg = f"the engine published on and on, {head - self._next} batches; record while nothing else uses it"
+        raise Unavailable(msg)
+
+    def _check_start(self, seq: int, wanted: int) -> None:
+        """Replay from the start may begin later (the buffer is finite); a later one may not."""
+        if seq != wanted and (self.first is not None or wanted != 0):
+            msg = f"replay from {wanted} starts at {seq}: the engine restarted, or keeps too few batches (buffer_steps)"
+            raise Unavailable(msg)
+
+    def _merged(self, replayed: list[Published]) -> list[Published]:
+        """The same batches as the subscription showed them, which has the topic; from replay where it did not."""
+        wanted = {batch.seq for batch in replayed}
+        live: dict[int, Published] = {}
+        deadline = self._clock() + SUBSCRIPTION_SECONDS_MAX
+        while len(live) < len(wanted):
+            batch = self._live.popleft() if self._live else self._receive(max(0.0, deadline - self._clock()))
+            if batch is None:
+                break
+            if batch.seq in wanted:
+                live[batch.seq] = batch
+            elif batch.seq in self._late:
+                self._late.discard(batch.seq)
+            else:
+                msg = f"the engine sent batch {batch.seq} while {self._next} was due: it restarted"
+                raise Unavailable(msg)
+        return [self._checked(batch, live.get(batch.seq)) for batch in replayed]
+
+    def _checked(self, replayed: Published, live: Published | None) -> Published:
+        if live is None:
+            self.taken_from_replay += 1
+            self._late.add(replayed.seq)
+            return Published(replayed.seq, replayed.payload, self._topic)
+        if live.payload != replayed.payload:
+            msg = f"batch {live.seq} differs between subscription and replay: the engine restarted"
+            raise Unavailable(msg)
+        self._topic = live.topic
+        return live
+
+    # ---- sockets
+
+    def _receive(self, seconds: float) -> Published | None:
+        """The next live batch, or None after ``seconds`` of silence."""
+        while self._sub.poll(int(seconds * 1000)):
+            frames = self._sub.recv_multipart()
+            if len(frames) == 3 and len(frames[1]) == SEQUENCE_BYTES:
+                return Published(int.from_bytes(frames[1], "big"), frames[2], frames[0])
+        return None
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.RCVHWM, 0)  # engines before 0.33 drop what a slow reader leaves in the socket
+        socket.connect(self._replay_address or "")
+        return socket
+
+    def _ask(self, start: int) -> list[Published]:
+        """One replay request and its answer. Raises Unavailable where the answer does not end."""
+        if self._replay is None:
+            return []
+        self._replay.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
+        found: list[Published] = []
+        while self._replay.poll(int(ANSWER_SECONDS_MAX * 1000)):
+            *_, seq, payload = self._replay.recv_multipart()
+            if not payload:
+                return found
+            found.append(Published(int.from_bytes(seq, "big"), payload))
+        if found:
+            # the end mark was dropped with what did not fit: what came is good, the rest is asked for again
+            self._replay.close(linger=0)
+            self._replay = self._dealer()
+            return found
+        msg = (
+            f"{self._replay_address} does not answer replay requests within {ANSWER_SECONDS_MAX:.0f} s; "
+            f"is it the replay_endpoint of the engine's kv_events_config?"
+        )
+        raise Unavailable(msg)
+
+
+def _contiguous(batches: list[Published]) -> list[Published]:
+    """Up to the first hole: engines before 0.33 leave out what their socket cannot hold."""
+    for at, batch in enumerate(batches):
+        if batch.seq != batches[0].seq + at:
+            return batches[:at]
+    return batches

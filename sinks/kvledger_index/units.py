@@ -103,13 +103,15 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     engine_version: str | None = None
     process: str | None = None
     scheme: Scheme | None = None
+    expire_seconds: float | None = None
 
 
 class Now(msgspec.Struct, frozen=True, array_like=True):
     """What moves with every batch of a rank: the stamp, the engine sequence it covers, unplaced hashes per lane.
 
     ``unplaced`` holds (lane, medium code, count) of hashes that are resident and have no key; ``opaque`` those of them
-    that cannot be asked for by hash either.
+    that cannot be asked for by hash either. ``silent`` names lower tiers that never announced a removal in this life:
+    (lane, medium code, ms in log time since their last store, as of this unit's last record).
     """
 
     owner: int
@@ -119,6 +121,7 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     unplaced: tuple[tuple[int, int, int], ...] = ()
     opaque: tuple[tuple[int, int, int], ...] = ()
+    silent: tuple[tuple[int, int, int], ...] = ()
 
 
 class RankUnit(msgspec.Struct, frozen=True):

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from struct import Struct
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvledger_index.blockkeys import SEGMENT_STRIDES
-from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, lane_code
-from kvledger_index.units import STEP_OPS_MAX, Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step
+from kvledger_index.model import GROUP_MAX
+from kvledger_index.units import STEP_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
 from kvledger_streams.errors import UnreadableState
-from kvledger_wire.accept import Applied, Dropped, Effect, Opening, RankState, accept, unload
+from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, size_of, stamp_of, watch
+from kvledger_wire.accept import Dropped, Effect, Opening, RankState, accept, unload
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import parse_key, partition_of
-from kvledger_wire.records import CLEARED, REMOVED, STORED, Change, EventRecord, Events, Lived, Run, decode_event
+from kvledger_wire.records import EventRecord, Events, decode_event
 
 OPS_PER_STEP_MAX = STEP_OPS_MAX
 """A step is cut before the record that would exceed this; a single unit above it makes a step of its own."""
@@ -40,11 +39,6 @@ NOTES_MAX = 200
 
 STATE_VERSION = 1
 """Raise it when a rank's card comes out differently for the same state: stored cards are then written again."""
-
-MIXED_GROUPS = "GPU events with and without a group number"
-
-_KEYS = tuple(Struct(f">{count}Q") for count in range(SEGMENT_STRIDES + 1))
-_NO_PARENT = bytes(8)
 
 LogRecord = tuple[int, int, bytes | None, bytes | None]
 """(offset, log time in ms, key, value)."""
@@ -86,7 +80,7 @@ class PartitionState(msgspec.Struct):
 
     ``restart`` is what the index has stored as such, ``read`` the next offset to read, ``broker_ms`` the newest log
     time known. ``tails`` names the ranks with an unfinished unit and where it began. ``partitions`` is the topic's
-    count, ``cards`` what the catalogue was last given.
+    count, ``cards`` what the catalogue was last given, ``tiers`` what lower tiers did.
     """
 
     partition: int
@@ -98,6 +92,7 @@ class PartitionState(msgspec.Struct):
     ranks: dict[str, RankState]
     cards: dict[str, Card | None]
     tails: dict[str, int]
+    tiers: dict[str, Tiers]
 
 
 class _Blob(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +100,7 @@ class _Blob(msgspec.Struct, frozen=True, array_like=True):
 
     version: int
     state: RankState
+    tiers: tuple[tuple[int, int, int, bool], ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -123,6 +119,7 @@ def resume(
     """The state to go on from, as ``IndexWriter.load`` gave it. Raises UnreadableState: drop and rebuild then."""
     ranks: dict[str, RankState] = {}
     cards: dict[str, Card | None] = {}
+    tiers: dict[str, Tiers] = {}
     for rank, (stamp, blob) in stored.items():
         try:
             kept = _decoder.decode(blob)
@@ -133,6 +130,7 @@ def resume(
             msg = f"state of {rank} stands at {tuple(stamp_of(kept.state))}, its stamp at {tuple(stamp)}"
             raise UnreadableState(msg)
         ranks[rank] = kept.state
+        tiers[rank] = {(lane, medium): (last, removes) for lane, medium, last, removes in kept.tiers}
         cards[rank] = card_of(kept.state, partition) if kept.version == STATE_VERSION else None
     return PartitionState(
         partition=partition,
@@ -144,6 +142,7 @@ def resume(
         ranks=ranks,
         cards=cards,
         tails={},
+        tiers=tiers,
     )
 
 
@@ -237,7 +236,7 @@ class _Cut:
         if not self._making or not isinstance(record, Events) or not record.end:
             return False
         rank = self._state.ranks.get(home.rank)
-        size = _size_of(record) + sum(_size_of(each) for _, each in (rank.tail if rank else ()))
+        size = size_of(record) + sum(size_of(each) for _, each in (rank.tail if rank else ()))
         return self._ops + size > OPS_PER_STEP_MAX
 
     def take(self, offset: int, broker_ms: int, home: _Home, record: EventRecord | None) -> None:
@@ -260,6 +259,7 @@ class _Cut:
             making = self._making[home.rank] = _Making(before)
         making.broker_ms = broker_ms
         self._add(making, ops)
+        watch(self._state.tiers.setdefault(home.rank, {}), effects, broker_ms)
         self._observe(home.rank, offset, effects)
 
     def step(self, *, at_end: bool) -> Step:
@@ -291,7 +291,7 @@ class _Cut:
         """Accept one record. A record that breaks us is a hole of its rank, whatever the reason."""
         try:
             effects = accept(rank, home.group, record, offset)
-            return effects, [op for effect in effects for op in _ops_of(effect)]
+            return effects, [op for effect in effects for op in ops_of(effect)]
         except Exception as error:  # noqa: BLE001 - one record must not stop the other ranks of its partition
             why = str(error) if isinstance(error, Poison) else f"{type(error).__name__} while folding"
             unload(rank, offset, why)
@@ -320,14 +320,16 @@ class _Cut:
         changed = card != self._state.cards.get(rank)
         self._state.cards[rank] = card
         kept = msgspec.structs.replace(state, tail=(), tail_from=-1) if state.tail else state
+        tiers = self._state.tiers.get(rank, {})
+        told = tuple((*tier, *known) for tier, known in tiers.items())
         return RankUnit(
             rank=rank,
             model=state.entry.model if state.entry else "",
             before=making.before,
             after=stamp_of(state),
             ops=tuple(making.ops),
-            now=_now_of(state),
-            state=_encoder.encode(_Blob(STATE_VERSION, kept)),
+            now=now_of(state, tiers, making.broker_ms),
+            state=_encoder.encode(_Blob(STATE_VERSION, kept, told)),
             card=card if changed else None,
             broker_ms=making.broker_ms,
         )
@@ -347,133 +349,3 @@ def _home_of(raw_key: bytes | None, partitions: int) -> _Home:
     key = parse_key(raw_key)
     lane_ok = not isinstance(key.group, int) or 0 <= key.group <= GROUP_MAX
     return _Home(key.rank_id, key.group, partition_of(key.replica, key.rank, partitions), lane_ok)
-
-
-def stamp_of(state: RankState) -> Stamp:
-    """Where a rank stands; NEVER for one of which nothing was accepted."""
-    return Stamp(state.owner, state.life[0], state.life[1], state.n)
-
-
-def card_of(state: RankState, partition: int) -> Card | None:
-    """The catalogue entry of a rank; None before its first Opened, when not even its model is known."""
-    entry = state.entry
-    if entry is None:
-        return None
-    uncertain = state.uncertain
-    if None in state.heard_gpu and len(state.heard_gpu) > 1:
-        uncertain = (*uncertain, MIXED_GROUPS)
-    return Card(
-        model=entry.model,
-        partition=partition,
-        stride=state.stride,
-        loaded=state.loaded,
-        suspended=state.suspended,
-        partial=state.partial,
-        uncertain=uncertain,
-        closed=state.closed,
-        groups=groups_of(state),
-        heard=state.heard,
-        hash_block_size=entry.hash_block_size,
-        alignment=entry.alignment,
-        partial_hash_hits=entry.partial_hash_hits,
-        full_reports=entry.full_reports,
-        engine_version=state.engine_version,
-        process=state.process,
-        scheme=state.scheme or entry.hash_scheme,
-    )
-
-
-def groups_of(state: RankState) -> tuple[GroupSpec, ...]:
-    """The groups that have a part in a hit on this rank, the wire's facts laid under the entry's.
-
-    Numbered GPU events (or none yet): the entry's numbered groups and those heard. GPU events without a group: the
-    entry's group ``null``, by default one full-attention group. Offload events do not decide.
-    """
-    entry = {spec.group: spec for spec in state.entry.groups} if state.entry else {}
-    wire = {spec.group: spec for spec in state.groups}
-    numbers = {group for group in (*entry, *wire, *state.heard) if group is not None}
-    bare = None in state.heard_gpu and len(state.heard_gpu) == 1
-    if bare or (not numbers and None in entry):
-        spec = _lay(None, entry.get(None), wire.get(None))
-        return (spec if spec.kind else msgspec.structs.replace(spec, kind="full_attention"),)
-    return tuple(_lay(group, entry.get(group), wire.get(group)) for group in sorted(numbers))
-
-
-def _lay(group: int | None, entry: GroupSpec | None, wire: GroupSpec | None) -> GroupSpec:
-    over, under = entry or GroupSpec(group), wire or GroupSpec(group)
-    return GroupSpec(
-        group=group,
-        kind=under.kind if over.kind is None else over.kind,
-        block_size=under.block_size if over.block_size is None else over.block_size,
-        window=under.window if over.window is None else over.window,
-        chunk=under.chunk if over.chunk is None else over.chunk,
-        eagle=over.eagle or under.eagle,
-    )
-
-
-def _now_of(state: RankState) -> Now:
-    return Now(*stamp_of(state), seq=state.seq, unplaced=_lanes(state.unplaced), opaque=_lanes(state.opaque))
-
-
-def _lanes(counts: tuple[tuple[int | None, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((lane_code(group), medium, count) for group, medium, count in counts)
-
-
-def _ops_of(effect: Effect) -> list[Op]:
-    """What one effect does to the index. Raises Poison for changes that no bridge of this contract writes."""
-    match effect:
-        case Opening():
-            return [Bind()]
-        case Dropped():
-            return [Drop()]
-        case Applied(group=str(), changes=changes):
-            return [_clear_of(change) for change in changes]
-        case Applied(group=group, changes=changes):
-            lane = lane_code(group)  # type: ignore[arg-type]  # the str case is above
-            return [_put_of(change, lane, run) for change in changes for run in _runs_of(change) if run.effective]
-
-
-def _size_of(record: Lived) -> int:
-    """Ops that a record may become, at most."""
-    return sum(max(1, len(change.runs)) for change in record.changes) if isinstance(record, Events) else 1
-
-
-def _clear_of(change: Change) -> Clear:
-    if change.op != CLEARED or not 0 <= change.medium < len(MEDIA):
-        msg = f"rank-wide change with op {change.op}, medium {change.medium}: only clears are rank-wide"
-        raise Poison(msg)
-    return Clear(MEDIA[change.medium])
-
-
-def _runs_of(change: Change) -> tuple[Run, ...]:
-    if change.op not in (STORED, REMOVED) or not 0 <= change.medium < len(MEDIA):
-        msg = f"change of a group with op {change.op}, medium {change.medium}"
-        raise Poison(msg)
-    return change.runs
-
-
-def _put_of(change: Change, lane: int, run: Run) -> Put:
-    """Effective bits only: the copies that the bridge counted away change nothing. Path keys before them stay."""
-    count, rest = divmod(len(run.keys), 8)
-    if (
-        rest
-        or run.position < 0
-        or run.position + count > SEGMENT_STRIDES
-        or run.effective >> count
-        or len(run.row) != 8
-        or len(run.parent) != 8
-        or (run.position == 0 and (run.keys[:8] != run.row or run.parent != _NO_PARENT))
-    ):
-        msg = f"run of {len(run.keys)} key bytes at position {run.position} with bits {run.effective:#x}"
-        raise Poison(msg)
-    used = run.effective.bit_length()
-    return Put(
-        add=change.op == STORED,
-        medium=MEDIA[change.medium],
-        lane=lane,
-        row=int.from_bytes(run.row, "big"),
-        position=run.position,
-        parent=int.from_bytes(run.parent, "big"),
-        keys=_KEYS[used].unpack_from(run.keys),
-        mask=run.effective,
-    )

@@ -19,18 +19,8 @@ from kvledger_index.model import GroupSpec, ModelEntry
 from kvledger_index.units import NEVER, Bind, Clear, Drop, Now, Put, Stamp, Step
 from kvledger_streams import fold as folding
 from kvledger_streams.errors import UnreadableState
-from kvledger_streams.fold import (
-    MIXED_GROUPS,
-    NOTES_MAX,
-    PartitionState,
-    Tally,
-    card_of,
-    fold,
-    fresh,
-    groups_of,
-    resume,
-    stamp_of,
-)
+from kvledger_streams.fold import NOTES_MAX, PartitionState, Tally, fold, fresh, resume
+from kvledger_streams.ops import MIXED_GROUPS, card_of, groups_of, stamp_of
 from kvledger_wire import accept as accepting
 from kvledger_wire import records as wire
 from kvledger_wire.accept import RankState
@@ -236,6 +226,79 @@ def test_duplicates_and_lower_owners_make_no_unit() -> None:
 
     assert step.units == ()
     assert (step.restart_before, step.restart, step.read) == (2, 4, 4)
+
+
+HASHES = (7).to_bytes(8, "big") + (2**63 + 1).to_bytes(8, "big") + (9).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize(
+    ("op", "origin", "add"),
+    [
+        (wire.STORED, wire.LIVE, True),
+        (wire.REMOVED, wire.LIVE, False),
+        (wire.STORED, wire.REPLAYED, True),
+        (wire.STORED, wire.ATTACHED, False),
+        (wire.REMOVED, wire.ATTACHED, True),
+    ],
+)
+def test_a_hash_without_a_key_stands_under_itself_until_it_gets_one(op: int, origin: int, add: bool) -> None:
+    """ADR 5; an attached change moves it from itself to its key (stored) or back (removed)."""
+    rank, log = opened_rank()
+    rank.events(wire.Change(op, 1, 1, 0.0, (), HASHES, origin, b"\x06"), group=3)
+    (step,) = steps_of(log)
+
+    assert step.units[0].ops[1:] == tuple(
+        Put(add=add, medium="cpu", lane=3, row=name, position=0, parent=0, keys=(name,), mask=1)
+        for name in (2**63 + 1, 9)
+    )
+
+
+@pytest.mark.parametrize(("hashes", "bits"), [(HASHES, b"\x0e"), (HASHES[:-1], b"\x01"), (b"", b"\x01")])
+def test_bits_of_hashes_that_are_not_there_are_a_hole(hashes: bytes, bits: bytes) -> None:
+    rank, log = opened_rank()
+    rank.events(wire.Change(wire.STORED, 0, 1, 0.0, (), hashes, wire.LIVE, bits))
+
+    assert steps_of(log)[0].units[0].ops == (Drop(),)
+
+
+def test_a_lower_tier_that_never_announces_a_removal_is_told_with_its_silence() -> None:
+    """Offsets are log time here: 1000 ms and one more per record."""
+    rank, log = opened_rank(expire_seconds=30.0)
+    state = state_at()
+    seen: list[tuple[tuple[int, int, int], ...]] = []
+
+    def told() -> None:
+        (step,) = steps_of(log[state.read :], state, start=state.read)
+        seen.append(step.units[0].now.silent)
+
+    rank.batch((0, "gpu", "store", KEYS, 0, 1), (None, "storage", "store", KEYS, 0, 1), (0, "cpu", "store", KEYS, 0, 1))
+    told()
+    rank.beat()
+    rank.beat()
+    told()
+    rank.batch((0, "cpu", "remove", KEYS, 0, 1))
+    told()
+    rank.clear("storage")
+    told()
+
+    assert seen == [((255, 2, 0), (0, 1, 0)), ((255, 2, 2), (0, 1, 2)), ((255, 2, 3),), ()]
+    assert card_of(state.ranks[rank.id], 0).expire_seconds == 30.0  # type: ignore[union-attr]  # it was opened
+
+
+def test_what_lower_tiers_did_outlives_a_worker_and_ends_with_the_life() -> None:
+    rank, log = opened_rank()
+    rank.batch((0, "storage", "store", KEYS, 0, 1))
+    (step,) = steps_of(log)
+    (unit,) = step.units
+    stored = {unit.rank: (unit.after, unit.state)}
+    state = resume(0, partitions=1, topic_id=TOPIC, restart=len(log), broker_ms=0, stored=stored)
+    rank.beat()
+    (later,) = steps_of(log[2:], state, start=2)
+    rank.open()
+    (reopened,) = steps_of(log[3:], state, start=3)
+
+    assert later.units[0].now.silent == ((0, 2, 1),)
+    assert reopened.units[0].now.silent == ()
 
 
 # -- progress --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""What a rank's effects and state become in the index: ops, card, moving part. Pure, and no state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+
+import msgspec
+
+from kvledger_index.blockkeys import SEGMENT_STRIDES
+from kvledger_index.model import MEDIA, GroupSpec, lane_code
+from kvledger_index.units import Bind, Card, Clear, Drop, Now, Op, Put, Stamp
+from kvledger_wire.accept import GPU, Applied, Dropped, Effect, Opening, RankState
+from kvledger_wire.errors import Poison
+from kvledger_wire.records import ATTACHED, CLEARED, REMOVED, STORED, Change, Events, Lived, Run
+
+MIXED_GROUPS = "GPU events with and without a group number"
+
+Tiers = dict[tuple[int, int], tuple[int, bool]]
+"""(lane, code of a lower medium) -> (log time in ms of its last store, whether it ever announced a removal)."""
+
+_KEYS = tuple(Struct(f">{count}Q") for count in range(SEGMENT_STRIDES + 1))
+_KEY = _KEYS[1]
+_NO_PARENT = bytes(8)
+
+
+def stamp_of(state: RankState) -> Stamp:
+    """Where a rank stands; NEVER for one of which nothing was accepted."""
+    return Stamp(state.owner, state.life[0], state.life[1], state.n)
+
+
+def card_of(state: RankState, partition: int) -> Card | None:
+    """The catalogue entry of a rank; None before its first Opened, when not even its model is known."""
+    entry = state.entry
+    if entry is None:
+        return None
+    uncertain = state.uncertain
+    if None in state.heard_gpu and len(state.heard_gpu) > 1:
+        uncertain = (*uncertain, MIXED_GROUPS)
+    return Card(
+        model=entry.model,
+        partition=partition,
+        stride=state.stride,
+        loaded=state.loaded,
+        suspended=state.suspended,
+        partial=state.partial,
+        uncertain=uncertain,
+        closed=state.closed,
+        groups=groups_of(state),
+        heard=state.heard,
+        hash_block_size=entry.hash_block_size,
+        alignment=entry.alignment,
+        partial_hash_hits=entry.partial_hash_hits,
+        full_reports=entry.full_reports,
+        engine_version=state.engine_version,
+        process=state.process,
+        scheme=state.scheme or entry.hash_scheme,
+        expire_seconds=entry.expire_seconds,
+    )
+
+
+def groups_of(state: RankState) -> tuple[GroupSpec, ...]:
+    """The groups that have a part in a hit on this rank, the wire's facts laid under the entry's.
+
+    Numbered GPU events (or none yet): the entry's numbered groups and those heard. GPU events without a group: the
+    entry's group ``null``, by default one full-attention group. Offload events do not decide.
+    """
+    entry = {spec.group: spec for spec in state.entry.groups} if state.entry else {}
+    wire = {spec.group: spec for spec in state.groups}
+    numbers = {group for group in (*entry, *wire, *state.heard) if group is not None}
+    bare = None in state.heard_gpu and len(state.heard_gpu) == 1
+    if bare or (not numbers and None in entry):
+        spec = _lay(None, entry.get(None), wire.get(None))
+        return (spec if spec.kind else msgspec.structs.replace(spec, kind="full_attention"),)
+    return tuple(_lay(group, entry.get(group), wire.get(group)) for group in sorted(numbers))
+
+
+def _lay(group: int | None, entry: GroupSpec | None, wire: GroupSpec | None) -> GroupSpec:
+    over, under = entry or GroupSpec(group), wire or GroupSpec(group)
+    return GroupSpec(
+        group=group,
+        kind=under.kind if over.kind is None else over.kind,
+        block_size=under.block_size if over.block_size is None else over.block_size,
+        window=under.window if over.window is None else over.window,
+        chunk=under.chunk if over.chunk is None else over.chunk,
+        eagle=over.eagle or under.eagle,
+    )
+
+
+def now_of(state: RankState, tiers: Tiers, broker_ms: int) -> Now:
+    """What moves with every unit; ``broker_ms`` is the log time of its last record."""
+    return Now(
+        *stamp_of(state),
+        seq=state.seq,
+        unplaced=_lanes(state.unplaced),
+        opaque=_lanes(state.opaque),
+        silent=tuple((*tier, max(0, broker_ms - last)) for tier, (last, removes) in tiers.items() if not removes),
+    )
+
+
+def watch(tiers: Tiers, effects: list[Effect], broker_ms: int) -> None:
+    """Lower tiers that never announce a removal would be claimed for ever: keep when each last stored (ADR 5)."""
+    for effect in effects:
+        if not isinstance(effect, Applied):
+            tiers.clear()
+            continue
+        for change in effect.changes:
+            if isinstance(effect.group, str):  # a clear
+                for tier in [tier for tier in tiers if tier[1] == change.medium]:
+                    del tiers[tier]
+            elif change.medium != GPU and change.origin != ATTACHED:  # attached: no copy came or went
+                tier = (lane_code(effect.group), change.medium)
+                last, removes = tiers.get(tier, (broker_ms, False))
+                tiers[tier] = (broker_ms, removes) if change.op == STORED else (last, True)
+
+
+def _lanes(counts: tuple[tuple[int | None, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((lane_code(group), medium, count) for group, medium, count in counts)
+
+
+def ops_of(effect: Effect) -> list[Op]:
+    """What one effect does to the index. Raises Poison for changes that no bridge of this contract writes."""
+    match effect:
+        case Opening():
+            return [Bind()]
+        case Dropped():
+            return [Drop()]
+        case Applied(group=str(), changes=changes):
+            return [_clear_of(change) for change in changes]
+        case Applied(group=group, changes=changes):
+            lane = lane_code(group)  # type: ignore[arg-type]  # the str case is above
+            return [op for change in changes for op in _puts_of(change, lane)]
+
+
+def size_of(record: Lived) -> int:
+    """Ops that a record may become, at most."""
+    if not isinstance(record, Events):
+        return 1
+    return sum(max(1, len(change.runs) + len(change.unplaced) // 8) for change in record.changes)
+
+
+def _clear_of(change: Change) -> Clear:
+    if change.op != CLEARED or not 0 <= change.medium < len(MEDIA):
+        msg = f"rank-wide change with op {change.op}, medium {change.medium}: only clears are rank-wide"
+        raise Poison(msg)
+    return Clear(MEDIA[change.medium])
+
+
+def _puts_of(change: Change, lane: int) -> Iterator[Put]:
+    if change.op not in (STORED, REMOVED) or not 0 <= change.medium < len(MEDIA):
+        msg = f"change of a group with op {change.op}, medium {change.medium}"
+        raise Poison(msg)
+    for run in change.runs:
+        if run.effective:
+            yield _put_of(change, lane, run)
+    if change.unplaced_effective:
+        yield from _hash_puts_of(change, lane)
+
+
+def _hash_puts_of(change: Change, lane: int) -> Iterator[Put]:
+    """A hash without a block key stands in the index under itself, the only key of its row (ADR 5)."""
+    count, rest = divmod(len(change.unplaced), 8)
+    bits = int.from_bytes(change.unplaced_effective, "little")
+    if rest or bits >> count:
+        msg = f"{len(change.unplaced)} bytes of hashes with bits {bits:#x}"
+        raise Poison(msg)
+    # an attached store gave the hash its key, so it leaves; an attached removal took the key, so it comes
+    add = (change.op == STORED) != (change.origin == ATTACHED)
+    for j, name in enumerate(_KEY.iter_unpack(change.unplaced)):
+        if bits >> j & 1:
+            yield Put(
+                add=add,
+                medium=MEDIA[change.medium],
+                lane=lane,
+                row=name[0],
+                position=0,
+                parent=0,
+                keys=name,
+                mask=1,
+            )
+
+
+def _put_of(change: Change, lane: int, run: Run) -> Put:
+    """Effective bits only: the copies that the bridge counted away change nothing. Path keys before them stay."""
+    count, rest = divmod(len(run.keys), 8)
+    if (
+        rest
+        or run.position < 0
+        or run.position + count > SEGMENT_STRIDES
+        or run.effective >> count
+        or len(run.row) != 8
+        or len(run.parent) != 8
+        or (run.position == 0 and (run.keys[:8] != run.row or run.parent != _NO_PARENT))
+    ):
+        msg = f"run of {len(run.keys)} key bytes at position {run.position} with bits {run.effective:#x}"
+        raise Poison(msg)
+    used = run.effective.bit_length()
+    return Put(
+        add=change.op == STORED,
+        medium=MEDIA[change.medium],
+        lane=lane,
+        row=int.from_bytes(run.row, "big"),
+        position=run.position,
+        parent=int.from_bytes(run.parent, "big"),
+        keys=_KEYS[used].unpack_from(run.keys),
+        mask=run.effective,
+    )

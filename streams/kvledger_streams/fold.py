@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvledger_index.model import GROUP_MAX
-from kvledger_index.units import STEP_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
+from kvledger_index.units import STEP_OPS_MAX, UNIT_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
 from kvledger_streams.errors import UnreadableState
 from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, size_of, stamp_of, watch
 from kvledger_wire.accept import Dropped, Effect, Opening, RankState, accept, unload
@@ -291,7 +291,11 @@ class _Cut:
         """Accept one record. A record that breaks us is a hole of its rank, whatever the reason."""
         try:
             effects = accept(rank, home.group, record, offset)
-            return effects, [op for effect in effects for op in ops_of(effect)]
+            ops = [op for effect in effects for op in ops_of(effect)]
+            if len(ops) > UNIT_OPS_MAX:
+                msg = f"unit of {len(ops)} ops > {UNIT_OPS_MAX}"
+                raise Poison(msg)  # noqa: TRY301 - the index would never take it
+            return effects, ops
         except Exception as error:  # noqa: BLE001 - one record must not stop the other ranks of its partition
             why = str(error) if isinstance(error, Poison) else f"{type(error).__name__} while folding"
             unload(rank, offset, why)

@@ -552,6 +552,17 @@ def test_a_defect_of_ours_costs_the_rank_not_the_partition(monkeypatch: pytest.M
     assert tally.notes[-1].why == "LookupError while folding"
 
 
+def test_a_unit_that_the_index_would_never_take_is_a_hole_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "UNIT_OPS_MAX", 2)
+    rank, log = opened_rank()
+    rank.batch((0, "gpu", "store", KEYS, 0, 40))
+    tally = Tally()
+    steps = steps_of(log, tally=tally)
+
+    assert steps[-1].units[0].ops == (Drop(),)
+    assert tally.notes[-1].why == "unit of 3 ops > 2"
+
+
 def test_notes_are_bounded_and_counters_are_not() -> None:
     tally = Tally()
     steps_of([(b"junk", b"")] * (NOTES_MAX + 50), tally=tally)

@@ -295,11 +295,11 @@ class _Cut:
             if len(ops) > UNIT_OPS_MAX:
                 msg = f"unit of {len(ops)} ops > {UNIT_OPS_MAX}"
                 raise Poison(msg)  # noqa: TRY301 - the index would never take it
-            return effects, ops
         except Exception as error:  # noqa: BLE001 - one record must not stop the other ranks of its partition
             why = str(error) if isinstance(error, Poison) else f"{type(error).__name__} while folding"
             unload(rank, offset, why)
             return [Dropped(why)], [Drop()]
+        return effects, ops
 
     def _add(self, making: _Making, ops: list[Op]) -> None:
         for op in ops:

@@ -57,6 +57,55 @@ def identify(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) 
     return Identity(salt, tuple(sorted(extras)), blocks, pairs=_has_pair(entries))
 
 
+class Listing(NamedTuple):
+    """What each announced hash lists, read without knowing where it stands: the salt (of a first hash that is block 0),
+    (identifier, offset) per hash (None: no media at all), and how many of the hashes could be read.
+    """
+
+    salt: str | None
+    media: tuple[tuple[tuple[str, int], ...], ...] | None
+    readable: int
+
+
+def listing(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) -> Listing:
+    """Read the extra keys of an event for the engine's chain; what cannot be told ends it. O(blocks + items)."""
+    entries, count = event.extra_keys, len(event.block_hashes)
+    if event.lora_id is not None and event.lora_name is None:
+        return Listing(None, None, 0)
+    if entries is None or entries.count(None) == len(entries):
+        return Listing(None, None, count)
+    if len(entries) != count:
+        return Listing(None, None, 0)
+    pairs_known = pairs_known or event.group_idx is not None or _has_pair(entries)
+    salt = None
+    media: list[tuple[tuple[str, int], ...]] = []
+    for entry in entries:
+        words, found = _sort_out(entry or (), event.lora_name)
+        if words is None:
+            break
+        if words:
+            first = event.parent_block_hash is None and not media
+            if not (first and len(words) == 1 and (pairs_known or multimodal is False)):
+                break
+            salt = words[0]
+        media.append(tuple(found))
+    return Listing(salt, tuple(media) if any(media) else None, len(media))
+
+
+def opaque_from(event: BlockStored) -> int:
+    """From which of its hashes on no router could compute the event's, whatever it knows of scheme and prompt.
+
+    Hashes over tokens to come (lookahead), prompt embeddings, extra keys of a kind that this version does not know,
+    adapters that only have a number. ``len(block_hashes)`` where there is none. ADR 4 says what is not opaque.
+    """
+    if event.lookahead_token_ids or (event.lora_id is not None and event.lora_name is None):
+        return 0
+    for i, entry in enumerate(event.extra_keys or ()):
+        if entry and _sort_out(entry, event.lora_name)[0] is None:
+            return i
+    return len(event.block_hashes)
+
+
 def _sort_out(entry: tuple[ExtraKey, ...], lora: str | None) -> tuple[list[str] | None, list[tuple[str, int]]]:
     """The bare strings of one entry without the adapter's name, and its pairs; None: something else is in there."""
     words: list[str] = []

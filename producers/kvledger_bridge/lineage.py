@@ -1,12 +1,13 @@
 """From engine hashes to block keys: names, the LRU of what may still be a parent, and orphans (DESIGN §3).
 
 A hash is *named* by a dense event (hashes x block size = tokens) whose start is known: null parent (token 0), or a
-parent that is named itself. Every other event, masked or without tokens, only finds names. Names by GPU events are
-*strong*. Other tiers leave salts, adapters and media out of their events, so theirs are *weak*: they serve lower tiers,
-never a GPU lane, and give way to a strong one.
+parent that is named itself. A masked event finds names; where no dense event can have given them, the engine's chain is
+recomputed over its tokens and names every hash block of them (``chained``, ADR 4). An event without tokens only finds
+names. Names by GPU events are *strong*. Other tiers leave salts, adapters and media out of their events, so theirs are
+*weak*: they serve lower tiers, never a GPU lane, and give way to a strong one.
 
-A dense event with an unknown parent is an orphan: kept while one of its hashes is resident without a key, within
-``orphans_max``, and named as soon as its parent is. Nothing is ever named from a guessed start.
+An event whose tokens have an unknown parent is an orphan: kept while one of its hashes is resident without a key,
+within ``orphans_max``, and named as soon as its parent is. Nothing is ever named from a guessed start.
 
 Residency is the ledger's; it tells the lineage by ``Block.refs`` and by ``hold``, ``loosen``, ``tighten``, ``release``.
 """
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
+from kvledger_bridge.chained import Chained, Chains
 from kvledger_bridge.decode import BlockStored, Event, low64
-from kvledger_bridge.identity import identify
+from kvledger_bridge.identity import identify, listing
 from kvledger_index.blockkeys import SEGMENT_STRIDES, Extra, extend, root_key, token_bytes
 from kvledger_index.errors import InvalidInput
 from kvledger_index.model import ModelEntry, medium_of
@@ -35,9 +38,10 @@ class Block:
 
     ``row`` is the first key of its segment, ``parent`` the stride key before it, ``end`` the strides from token 0 to
     its end. ``refs`` counts the lanes in which it is resident. ``hash`` is the first of its names, or NAMELESS.
+    ``digest`` is the engine's whole hash, where the rank's chains are recomputed and it is known.
     """
 
-    __slots__ = ("end", "hash", "key", "parent", "refs", "row")
+    __slots__ = ("digest", "end", "hash", "key", "parent", "refs", "row")
 
     def __init__(self, name: int, key: int, row: int, parent: int, end: int) -> None:
         self.hash = name
@@ -46,25 +50,31 @@ class Block:
         self.parent = parent
         self.end = end
         self.refs = 0
+        self.digest: bytes | None = None
 
 
 class Span:
-    """A dense event that tells its own identity: ``hashes`` name ``per`` strides of ``tokens`` each.
+    """An event that tells its own identity: ``hashes`` name ``per`` strides of ``tokens`` each; of a ``masked`` one,
+    some of the blocks of ``tokens``, so that only its ``chained`` form can place them.
 
     ``parent`` is a hash, None where ``root`` is the key of the namespace. ``named`` of the hashes can be placed.
     Once its start is known: ``keys`` of all their strides, from stride ``start`` on, the key ``before`` them, the
-    ``row`` that was open there, and ``blocks`` (None: a hash that was seen under two keys).
+    ``row`` that was open there, and ``blocks`` (None: a hash that was seen under two keys; none at all for a masked
+    event, whose hashes are found one by one). ``links`` are what its chain named.
     """
 
     __slots__ = (
         "before",
         "blocks",
+        "chained",
         "extras",
         "gpu",
         "hashes",
         "held",
         "keys",
+        "links",
         "live",
+        "masked",
         "named",
         "parent",
         "per",
@@ -92,6 +102,9 @@ class Span:
         self.size = len(hashes) * per
         self.live = 0
         self.held = False
+        self.masked = False
+        self.chained: Chained | None = None
+        self.links: list[tuple[int, Block]] = []
 
 
 class Move(NamedTuple):
@@ -109,6 +122,7 @@ class Lineage:
 
     def __init__(self, entry: ModelEntry, *, parents_max: int, orphans_max: int) -> None:
         self.stride = entry.stride
+        self.chains = Chains(entry, entry.stride)
         self.loose: dict[int, int] = {}
         """Hashes that are resident without a name -> in how many lanes."""
         self.moves: list[Move] = []
@@ -150,38 +164,60 @@ class Lineage:
         """
         self.moves = []
         self._last = None
+        for event in events:
+            if isinstance(event, BlockStored) and medium_of(event.medium) == "gpu":
+                self.chains.hear(event)
         waiting: dict[int, list[Span]] = {}
         spans: list[Span | None] = []
+        masked: list[Span] = []
         for event in events:
             span = self._span(event) if isinstance(event, BlockStored) and event.token_ids else None
             spans.append(span)
-            if span is None or span.start >= 0 or span.named == 0:
+            if span is None or span.start >= 0:
                 continue
-            if span.parent is None:
-                self._grow(span, span.root, 0, 0, waiting)
+            if span.masked:
+                masked.append(span)
+            elif span.named:
+                self._plant(span, waiting)
+        known = self._strong
+        for span in masked:  # last: most of their hashes are named by then
+            if span.start >= 0:
                 continue
-            parent = self.find(span.parent, gpu=span.gpu)
-            if parent is None:
-                kin = waiting.setdefault(span.parent, [])
-                if not kin or kin[-1] is not span:
-                    kin.append(span)
-                continue
-            if not parent.refs and parent in self._idle:
-                self._idle.move_to_end(parent)
-            self._grow(span, parent.key, parent.end, parent.row, waiting)
+            if span.hashes and all(name in known for name in span.hashes):
+                span.start = 0
+            else:
+                self._plant(span, waiting)
         return spans
+
+    def _plant(self, span: Span, waiting: dict[int, list[Span]]) -> None:
+        """Name what follows from a span, if its parent is known; else let it wait for the rest of the batch."""
+        if span.parent is None:
+            self._grow(span, None, waiting)
+            return
+        parent = self.find(span.parent, gpu=span.gpu)
+        if parent is None:
+            kin = waiting.setdefault(span.parent, [])
+            if not kin or kin[-1] is not span:
+                kin.append(span)
+            return
+        if not parent.refs and parent in self._idle:
+            self._idle.move_to_end(parent)
+        self._grow(span, parent, waiting)
 
     def _span(self, event: BlockStored) -> Span | None:
         """The event as a span; None where it is masked, cut across strides, or of an identity that cannot be told."""
         size = event.block_size
         hashes = event.block_hashes
-        if not size or not hashes or len(hashes) * size != len(event.token_ids) or size % self.stride:
-            return None
-        if event.lookahead_token_ids:
-            return None  # its hashes also cover tokens that come after the block
+        if not size or size % self.stride or event.lookahead_token_ids:
+            return None  # hashes with lookahead also cover tokens that come after the block
+        dense = len(hashes) * size == len(event.token_ids)
         gpu = medium_of(event.medium) == "gpu"
+        if not dense and not (gpu and self.chains.need.chains):
+            return None
         if self._last is not None and self._last[1].gpu == gpu and _same(self._last[0], event):
             return self._last[1]  # groups of equal block size repeat each other's event
+        if not dense:
+            return self._masked(event)
         identity = identify(event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal)
         self._pairs_known = self._pairs_known or identity.pairs
         parent = event.parent_block_hash
@@ -200,18 +236,48 @@ class Lineage:
             span.named = 0
         if span.named < len(hashes):
             self.unreadable += 1
+        if gpu and span.named:
+            span.chained = self.chains.read(event, span.hashes, dense=True)
         self._last = (event, span)
         return span
 
-    def _grow(self, span: Span, key: int, start: int, row: int, waiting: dict[int, list[Span]]) -> None:
-        """Name the hashes of ``span``, then of everything that waited for one of them, without recursion."""
-        work = [(span, key, start, row)]
+    def _masked(self, event: BlockStored) -> Span | None:
+        """A masked GPU event as a span; None where its chain cannot be computed."""
+        heard = listing(event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal)
+        parent = event.parent_block_hash
+        names = tuple([low64(each) for each in event.block_hashes])
+        root = root_key(self._entry.model, event.lora_name, heard.salt) if parent is None else 0
+        span = Span(names, None if parent is None else low64(parent), root, event.block_size // self.stride, gpu=True)
+        span.chained = self.chains.read(event, names, dense=False, heard=heard)
+        if span.chained is None:
+            return None
+        span.masked = True
+        span.named = len(names)
+        span.size = len(event.token_ids) // self.stride
+        try:
+            span.tokens = token_bytes(event.token_ids)
+        except InvalidInput:
+            return None
+        self._last = (event, span)
+        return span
+
+    def _grow(self, span: Span, parent: Block | None, waiting: dict[int, list[Span]]) -> None:
+        """Name what ``span`` names, then what everything that waited for one of these names, without recursion.
+
+        ``parent`` None: it starts at token 0.
+        """
+        work = [(span, parent)]
         while work:
-            span, key, start, row = work.pop()
-            self._assign(span, key, start, row)
+            span, parent = work.pop()
+            raw = span.tokens
+            if not span.masked:
+                self._assign(span, parent)
+            if span.chained is not None:
+                self._link(span, span.chained, parent, raw)
+            span.tokens = b""
             if not (waiting or self._orphans):
                 continue
-            for name, block in zip(span.hashes, span.blocks, strict=False):
+            for name, block in chain(zip(span.hashes, span.blocks, strict=False), span.links):
                 if block is None:
                     continue
                 for place in (waiting, self._orphans):
@@ -221,20 +287,20 @@ class Lineage:
                     ready = [each for each in kin if span.gpu or not each.gpu]
                     for each in ready:
                         self._forget_orphan(each)
-                        work.append((each, block.key, block.end, block.row))
+                        work.append((each, block))
                     rest = [each for each in kin if each not in ready]
                     if rest:
                         place[name] = rest
                     else:
                         place.pop(name, None)
 
-    def _assign(self, span: Span, key: int, start: int, row: int) -> None:
-        """Compute the keys of a span that starts at stride ``start`` after ``key``, and name its blocks."""
+    def _assign(self, span: Span, parent: Block | None) -> None:
+        """Compute the keys of a dense span that starts behind ``parent``, and name its blocks."""
+        key, start, row = (span.root, 0, 0) if parent is None else (parent.key, parent.end, parent.row)
         per = span.per
         count = span.named * per
         tokens = span.tokens if span.named == len(span.hashes) else span.tokens[: count * self.stride * 4]
         keys = extend(key, tokens, self.stride, extras=span.extras)
-        span.tokens = b""
         if not span.gpu and self._contradicts(span, keys):
             span.named = 0
             return
@@ -257,6 +323,32 @@ class Lineage:
             blocks.append(block)
             at += per
         span.keys, span.start, span.row, span.before, span.blocks = keys, start, row, key, blocks
+
+    def _link(self, span: Span, chained: Chained, parent: Block | None, raw: bytes) -> None:
+        """Recompute the engine's chain over a span and name its hash blocks, whether they were announced or not."""
+        key, start, row = (span.root, 0, 0) if parent is None else (parent.key, parent.end, parent.row)
+        digest = None if parent is None else parent.digest
+        walk = self.chains.follow(chained, raw, digest, start * self.stride)
+        if span.masked:
+            span.start = start
+            media = [each for each in walk.media if each[0] >= 0]
+            keys = extend(key, raw, self.stride, extras=media) if walk.digests else []
+        else:
+            keys = span.keys
+        step = chained.block // self.stride
+        for i, each in enumerate(walk.digests[: len(keys) // step]):
+            at = (i + 1) * step - 1
+            name = low64(each)
+            block = self._strong.get(name)
+            if block is None or block.key != keys[at]:
+                first = at - ((start + at) & SEGMENT_MASK)
+                made = Block(
+                    name, keys[at], keys[first] if first >= 0 else row, keys[at - 1] if at else key, start + at + 1
+                )
+                block = self._name(name, made, gpu=True)
+            if block is not None:
+                block.digest = each
+                span.links.append((name, block))
 
     def _contradicts(self, span: Span, keys: list[int]) -> bool:
         """Whether a lower tier's tokens would give a known hash another key: then the known one stands."""

@@ -1,0 +1,108 @@
+"""A rank's chains: which events are worth computing, under which scheme, behind which digest (ADR 4). Pure.
+
+``need`` decides whether digests are kept at all, ``finder`` under which scheme; the lineage asks ``follow`` for the
+digests of a span whose start it knows, and names them.
+"""
+
+from __future__ import annotations
+
+from struct import unpack
+
+from kvledger_bridge.chain import NOTHING, Told, Walk, walk
+from kvledger_bridge.chain_need import Need
+from kvledger_bridge.decode import BlockStored
+from kvledger_bridge.identity import Listing, listing
+from kvledger_bridge.scheme import DIGEST_BYTES, Finder
+from kvledger_index.enginehash import Namespace
+from kvledger_index.model import ModelEntry
+
+
+class Chained:
+    """An event as the engine's chain sees it: what it tells, and the byte hashes of releases that send them."""
+
+    __slots__ = ("bare_possible", "block", "parent", "root", "told", "wire")
+
+    def __init__(self, event: BlockStored, told: Told, block: int) -> None:
+        self.told = told
+        self.block = block
+        self.root = event.parent_block_hash is None
+        self.parent = event.parent_block_hash if isinstance(event.parent_block_hash, bytes) else None
+        raw = tuple([each for each in event.block_hashes if isinstance(each, bytes)])
+        self.wire = raw if raw and len(raw) == len(event.block_hashes) else None
+        self.bare_possible = event.group_idx is None  # group numbers came after media with offsets
+
+
+class Chains:
+    """What is known of one rank's hashing. ``walks`` counts spans computed, ``misses`` those of which a hash was not
+    met although the scheme is known.
+    """
+
+    def __init__(self, entry: ModelEntry, stride: int) -> None:
+        self.need = Need(entry)
+        self.finder = Finder(entry.hash_scheme)
+        self.walks = 0
+        self.misses = 0
+        self._stride = stride
+        self._paths = dict(entry.hash_scheme.paths) if entry.hash_scheme is not None else {}
+
+    def hear(self, event: BlockStored) -> None:
+        """Learn the group's size and kind from a GPU store before any event of its batch is placed."""
+        if self.need.hear(event):
+            self.finder.restart()
+
+    def read(
+        self, event: BlockStored, names: tuple[int, ...], *, dense: bool, heard: Listing | None = None
+    ) -> Chained | None:
+        """The event, if its chain is of use: to keep digests, to place its hashes, or to learn the scheme."""
+        need, finder = self.need, self.finder
+        extras = event.extra_keys
+        if not need.chains and (
+            not finder.wants
+            or (
+                finder.confirmed
+                and finder.rooted
+                and event.lora_name is None
+                and (extras is None or extras.count(None) == len(extras))
+            )
+        ):
+            return None
+        block = need.block
+        if not block or block % self._stride or event.block_size % block:
+            return None
+        if heard is None:
+            heard = listing(event, pairs_known=event.group_idx is not None, multimodal=None)
+        names = names[: heard.readable]
+        namespace = Namespace(event.lora_name, heard.salt, self._paths.get(event.lora_name or ""))
+        return Chained(event, Told(names, event.block_size // block, heard.media, namespace, dense), block)
+
+    def follow(self, chained: Chained, raw: bytes, digest: bytes | None, start: int) -> Walk:
+        """Digests along a span of ``raw`` tokens (u32le) from token ``start`` on, behind ``digest`` where known."""
+        told, finder = chained.told, self.finder
+        if finder.wants:
+            finder.look(
+                told,
+                unpack(f"<{len(raw) // 4}I", raw),
+                digest or chained.parent,
+                block=chained.block,
+                start=start,
+                root=chained.root,
+                bare_possible=chained.bare_possible,
+                digest_bytes=len(chained.wire[0]) if chained.wire else None,
+            )
+        scheme = finder.scheme
+        if not self.need.chains or scheme is None or chained.block != self.need.block:
+            return NOTHING
+        size = DIGEST_BYTES[scheme.algorithm]
+        if chained.wire and told.dense and told.per == 1:
+            return Walk([each[-size:] for each in chained.wire[: len(told.names)]], list(range(len(told.names))))
+        if chained.root:
+            behind = scheme.none_hash if finder.rooted else None
+        else:
+            behind = digest or (chained.parent[-size:] if chained.parent else None)
+        if behind is None:
+            return NOTHING
+        self.walks += 1
+        found = walk(scheme, behind, unpack(f"<{len(raw) // 4}I", raw), told, block=chained.block, start=start)
+        if -1 in found.places or len(found.places) < len(told.names):
+            self.misses += 1
+        return found

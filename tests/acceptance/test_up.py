@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from kvledger.stack.kafka import broker_answers
 from kvledger.stack.redis import redis_answers
+from kvledger_engine.standin import StandIn
 
 Eventually = Callable[..., Any]
 READY_SECONDS_MAX = 100.0
@@ -105,6 +107,49 @@ def test_given_services_are_used_and_a_childs_death_stops_all(
     assert code == 1
     assert "kvledger: kvledger streams ended with code -9" in said
     assert redis_answers(redis_url)
+
+
+def test_an_engine_named_in_a_file_is_followed_into_the_index(
+    up: Callable[..., Up],
+    kafka: str,
+    redis_url: str,
+    topic_prefix: str,
+    namespace: str,
+    recordings: Path,
+    tmp_path: Path,
+    eventually: Eventually,
+) -> None:
+    """Engine, bridge, Kafka, fold, Redis: what the engine stored is claimed; SIGTERM ends bridge and fold in order."""
+    wire = recordings / "wire" / "g12_v0.33"
+    payload = (wire / "001_store_chain_int.bin").read_bytes()
+    events = json.loads((wire / "index.json").read_text())["batches"][0]["batch"]["events"]
+    stored = sum(len(event["fields"]["block_hashes"]) for event in events)
+    words = ["--topic-prefix", topic_prefix, "--namespace", namespace]
+    with StandIn() as engine:
+        engine.publish(payload)
+        replicas, models = tmp_path / "replicas.yaml", tmp_path / "models.yaml"
+        replicas.write_text(f"replicas: [{{id: pod-a, model: m, data: '{engine.data}', replay: '{engine.replay}'}}]\n")
+        models.write_text("models: [{model: m, groups: [{group: 0, kind: full_attention, block_size: 16}]}]\n")
+        words += ["--replicas", str(replicas), "--models", str(models)]
+        running = up(*words, KVLEDGER_KAFKA=kafka, KVLEDGER_REDIS=redis_url)
+        running.addresses()
+        children = running.children()
+        assert len(children) == 2
+        eventually(lambda: claims(redis_url, namespace), READY_SECONDS_MAX)
+        listed = claims(redis_url, namespace)
+        running.process.terminate()
+        code, said = running.end()
+
+    assert [line["replica"] for line in listed] == ["pod-a"] * stored
+    assert code == 0, said
+    assert gone(children)
+
+
+def claims(redis_url: str, namespace: str) -> list[dict[str, Any]]:
+    """What ``kvledger dump`` lists."""
+    command = [sys.executable, "-m", "kvledger", "dump", "--json", "--redis", redis_url, "--namespace", namespace]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_topics_that_do_not_fit_are_refused(

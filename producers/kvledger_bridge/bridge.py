@@ -46,6 +46,7 @@ from kvledger_bridge.publish import Publisher
 from kvledger_bridge.settings import Settings, checked
 from kvledger_bridge.sockets import Link, Sockets
 from kvledger_bridge.telemetry import Telemetry
+from kvledger_wire.accept import NO_LIFE
 from kvledger_wire.partition import rank_id
 from kvledger_wire.records import EventRecord, Fence, Gap, Life, Opened, Resumed, Suspended
 
@@ -157,9 +158,12 @@ class Bridge:
 
     def status(self) -> list[RankStatus]:
         """Where each rank stands, from any thread."""
+        seats = list(self._seats)
+        if len(seats) < len(self._ranks):
+            return [RankStatus(r.replica, r.rank, "starting", -1, NO_LIFE, -1, SessionCounts()) for r in self._ranks]
         return [
             RankStatus(*seat.who, s.phase.value, s.owner, s.life, s.last, msgspec.structs.replace(s.counts))
-            for seat in list(self._seats)
+            for seat in seats
             for s in (seat.session,)
         ]
 

@@ -22,8 +22,8 @@ LIVE_MESSAGES_MAX = 10_000
 MESSAGE_BYTES_MAX = 256 * 2**20
 """A peer that announces a larger message is disconnected by ZMQ."""
 
-HEARTBEAT_SECONDS = 5
-HEARTBEAT_TIMEOUT_SECONDS = 10
+HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_TIMEOUT_SECONDS = 10.0
 """A half-open connection shows after at most their sum: within the 30 s that are promised."""
 
 RECONNECT_MS_MIN, RECONNECT_MS_MAX = 100, 1000
@@ -174,8 +174,7 @@ class Link:
         except zmq.ZMQError:
             self._failed = True
             self._data_family += 1
-            socket.disable_monitor()
-            socket.close(linger=0)
+            _close(socket, monitor)
             return
         self._failed = False
         self._data, self._monitor = socket, monitor
@@ -188,8 +187,7 @@ class Link:
             return
         self.watch(live=False)
         self._poller.remove(self._monitor)
-        self._data.disable_monitor()
-        self._data.close(linger=0)
+        _close(self._data, self._monitor)
         self._data = self._monitor = None
         self._attached = False
 
@@ -310,8 +308,8 @@ class Link:
         socket.linger = 0
         socket.setsockopt(zmq.IPV6, ipv6)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_SECONDS * 1000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_SECONDS * 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_SECONDS * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         return socket
@@ -355,6 +353,13 @@ class Sockets:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _close(socket: Socket, monitor: Socket) -> None:
+    """Both ends of a monitor and the socket: one that stays open would keep the context from ending."""
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)
 
 
 def _discard(socket: Socket) -> None:

@@ -37,7 +37,7 @@ KEYS_CACHED_MAX = 16_384
 NOTES_MAX = 200
 """Notes kept between two looks at them: a log full of junk must not fill the memory or the operator's screen."""
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Raise it when a rank's card comes out differently for the same state: stored cards are then written again."""
 
 LogRecord = tuple[int, int, bytes | None, bytes | None]

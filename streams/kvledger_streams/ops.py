@@ -136,7 +136,14 @@ def size_of(record: Lived) -> int:
     """Ops that a record may become, at most."""
     if not isinstance(record, Events):
         return 1
-    return sum(max(1, len(change.runs) + len(change.unplaced) // 8) for change in record.changes)
+    return sum(map(_size_of_change, record.changes))
+
+
+def _size_of_change(change: Change) -> int:
+    names = len(change.unplaced)
+    if change.origin == ATTACHED:
+        names += sum(len(run.hashes) for run in change.runs)
+    return max(1, len(change.runs) + names // 8)
 
 
 def _clear_of(change: Change) -> Clear:
@@ -153,20 +160,34 @@ def _puts_of(change: Change, lane: int) -> Iterator[Put]:
     for run in change.runs:
         if run.effective:
             yield _put_of(change, lane, run)
-    if change.unplaced_effective:
-        yield from _hash_puts_of(change, lane)
-
-
-def _hash_puts_of(change: Change, lane: int) -> Iterator[Put]:
-    """A hash without a block key stands in the index under itself, the only key of its row (ADR 5)."""
-    count, rest = divmod(len(change.unplaced), 8)
-    bits = int.from_bytes(change.unplaced_effective, "little")
-    if rest or bits >> count:
-        msg = f"{len(change.unplaced)} bytes of hashes with bits {bits:#x}"
-        raise Poison(msg)
-    # an attached store gave the hash its key, so it leaves; an attached removal took the key, so it comes
+    # an attached store gave a hash its key, so it leaves; an attached removal took the key, so it comes
     add = (change.op == STORED) != (change.origin == ATTACHED)
-    for j, name in enumerate(_KEY.iter_unpack(change.unplaced)):
+    if change.unplaced or change.unplaced_effective:
+        yield from _hash_puts_of(change, lane, change.unplaced, _listed(change), add=add)
+    if change.origin == ATTACHED:
+        for run in change.runs:
+            every = (1 << len(run.hashes) // 8) - 1
+            yield from _hash_puts_of(change, lane, run.hashes, every, add=add)
+
+
+def _listed(change: Change) -> int:
+    """Which unplaced hashes of a change became resident without a key, or ceased to be.
+
+    An older bridge does not say. Then none came and all that it names went: rather too few stand in the index, which
+    ``accept`` calls opaque, than too many.
+    """
+    if change.unplaced_effective:
+        return int.from_bytes(change.unplaced_effective, "little")
+    return (1 << len(change.unplaced) // 8) - 1 if change.op == REMOVED and change.origin != ATTACHED else 0
+
+
+def _hash_puts_of(change: Change, lane: int, hashes: bytes, bits: int, *, add: bool) -> Iterator[Put]:
+    """A hash without a block key stands in the index under itself, the only key of its row (ADR 5)."""
+    count, rest = divmod(len(hashes), 8)
+    if rest or bits >> count:
+        msg = f"{len(hashes)} bytes of hashes with bits {bits:#x}"
+        raise Poison(msg)
+    for j, name in enumerate(_KEY.iter_unpack(hashes)):
         if bits >> j & 1:
             yield Put(
                 add=add,

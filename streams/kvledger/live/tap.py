@@ -30,6 +30,12 @@ SUBSCRIPTION_SECONDS_MAX: Final = 2.0
 ROUNDS_MAX: Final = 1000
 """Replay requests for one catching up: an engine that never comes to rest is not read for ever."""
 
+SILENT_ANSWERS: Final = 2
+"""In a row, without anything new: see above."""
+
+HOLE_TRIES: Final = 3
+"""How often a hole in replay answers is asked for again before it counts as the engine's."""
+
 SEQUENCE_BYTES: Final = 8
 Clock = Callable[[], float]
 
@@ -53,7 +59,7 @@ class Tap:
     ) -> None:
         self.first: int | None = None
         self.taken_from_replay = 0
-        self._next = 0
+        self._last: Published | None = None
         self._topic = topic
         self._quiet = quiet_seconds
         self._clock = clock
@@ -86,7 +92,7 @@ class Tap:
         if batches:
             if self.first is None:
                 self.first = batches[0].seq
-            self._next = batches[-1].seq + 1
+            self._last = batches[-1]
         return batches
 
     # ---- without replay
@@ -94,9 +100,9 @@ class Tap:
     def _by_silence(self) -> list[Published]:
         found: list[Published] = []
         while (batch := self._receive(self._quiet)) is not None:
-            expected = found[-1].seq + 1 if found else self._next
-            if batch.seq != expected and (found or self.first is not None):
-                msg = f"the engine's messages jump from {expected - 1} to {batch.seq}, and no replay can fill that"
+            last = found[-1] if found else self._last
+            if last is not None and batch.seq != last.seq + 1:
+                msg = f"the engine's messages jump from {last.seq} to {batch.seq}, and no replay can fill that"
                 raise Unavailable(msg)
             found.append(batch)
         return found
@@ -106,28 +112,39 @@ class Tap:
     def _by_replay(self) -> list[Published]:
         while (batch := self._receive(self._quiet)) is not None:
             self._live.append(batch)
-        head = self._next
         replayed: list[Published] = []
-        silent = 0
+        silent = stuck = 0
         for _ in range(ROUNDS_MAX):
-            fresh = self._ask(head)
-            if not fresh:
-                silent += 1
-            else:
-                silent = 0
-                self._check_start(fresh[0].seq, head)
-                replayed += _contiguous(fresh)
-                head = replayed[-1].seq + 1
-            if silent == 2:
+            last = replayed[-1] if replayed else self._last
+            answer = self._after(last)
+            fresh = _contiguous(answer, last)
+            replayed += fresh
+            silent = 0 if answer else silent + 1
+            stuck = stuck + 1 if answer and not fresh else 0
+            if silent == SILENT_ANSWERS:
                 return self._merged(replayed)
-        msg = f"the engine published on and on, {head - self._next} batches; record while nothing else uses it"
+            if stuck == HOLE_TRIES:
+                msg = f"the engine has no batch after {last.seq if last else -1} but {answer[0].seq}: it lost one"
+                raise Unavailable(msg)
+        msg = f"the engine published on and on, {len(replayed)} batches; record while nothing else uses it"
         raise Unavailable(msg)
 
-    def _check_start(self, seq: int, wanted: int) -> None:
-        """Replay from the start may begin later (the buffer is finite); a later one may not."""
-        if seq != wanted and (self.first is not None or wanted != 0):
-            msg = f"replay from {wanted} starts at {seq}: the engine restarted, or keeps too few batches (buffer_steps)"
+    def _after(self, last: Published | None) -> list[Published]:
+        """What replay has after ``last``, holes included; asked for from it on, as only its bytes prove the engine.
+
+        With None all that the engine has kept, which may be less than all.
+        """
+        answer = self._ask(0 if last is None else last.seq)
+        if last is None:
+            return answer
+        if not answer or answer[0].seq != last.seq or answer[0].payload != last.payload:
+            found = f"starts at {answer[0].seq}" if answer else "is empty"
+            msg = (
+                f"replay from batch {last.seq} {found} or has other bytes: the engine restarted, or keeps too few "
+                f"batches (buffer_steps)"
+            )
             raise Unavailable(msg)
+        return answer[1:]
 
     def _merged(self, replayed: list[Published]) -> list[Published]:
         """The same batches as the subscription showed them, which has the topic; from replay where it did not."""
@@ -143,7 +160,7 @@ class Tap:
             elif batch.seq in self._late:
                 self._late.discard(batch.seq)
             else:
-                msg = f"the engine sent batch {batch.seq} while {self._next} was due: it restarted"
+                msg = f"the engine sent batch {batch.seq}, which its replay does not have in that place: it restarted"
                 raise Unavailable(msg)
         return [self._checked(batch, live.get(batch.seq)) for batch in replayed]
 
@@ -197,9 +214,10 @@ class Tap:
         raise Unavailable(msg)
 
 
-def _contiguous(batches: list[Published]) -> list[Published]:
+def _contiguous(batches: list[Published], after: Published | None) -> list[Published]:
     """Up to the first hole: engines before 0.33 leave out what their socket cannot hold."""
+    due = after.seq + 1 if after is not None else batches[0].seq if batches else 0
     for at, batch in enumerate(batches):
-        if batch.seq != batches[0].seq + at:
+        if batch.seq != due + at:
             return batches[:at]
     return batches

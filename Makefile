@@ -3,9 +3,13 @@
 PYTHON ?= python3
 VENV := .venv/bin
 PYTEST_ARGS ?=
+FAMILIES ?= gemma3 llama lfm2 mistral llama4
+REQUESTS ?= 40
+SEED ?= 1
+VLLM ?= 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format pins jars clean
+.PHONY: help setup demo test live lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +23,9 @@ demo: setup ## replay three recorded engines through Kafka, Faust and Redis, and
 
 test: setup ## run all tests, against a real Kafka and Redis (PYTEST_ARGS='-k name' for some)
 	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+live: setup ## predict a real vLLM on this CPU, request by request (6 GB; FAMILIES="llama" REQUESTS=40 VLLM=0.32.0)
+	@$(VENV)/python -m kvledger.live --families "$(FAMILIES)" --requests $(REQUESTS) --vllm $(VLLM) --seed $(SEED) --verify
 
 lint: setup ## ruff, mypy and the import rules
 	$(VENV)/ruff check .

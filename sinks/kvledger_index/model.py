@@ -20,6 +20,10 @@ GROUP_MAX = 254
 
 GROUP_NONE_LANE = 255
 
+EXPIRE_SECONDS_DEFAULT = 600.0
+"""How long after its last store a tier that never announces removals is counted. Such tiers are large and shared, and
+evict least recently used blocks after hours; ten minutes keep what conversations come back to, and bound the guess."""
+
 Medium = Literal["gpu", "cpu", "storage", "other"]
 
 MEDIA: tuple[Medium, ...] = ("gpu", "cpu", "storage", "other")
@@ -69,7 +73,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     hash_scheme: Scheme | None = None
     """How the engines hash, where the operator knows; else it is found out on dense events (ENGINE.md §4)."""
     expire_seconds: float | None = None
-    """Blocks in tiers that never announce removals are not counted this long after their store; None: the default."""
+    """Tiers that never announce removals are not counted this long after their last store; None:
+    EXPIRE_SECONDS_DEFAULT."""
 
     @property
     def stride(self) -> int:

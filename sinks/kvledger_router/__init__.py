@@ -12,7 +12,8 @@ from __future__ import annotations
 from kvledger_index.errors import IndexFailure, InvalidInput
 from kvledger_router.breaker import Breaker
 from kvledger_router.client import Index
-from kvledger_router.match import Explanation, Holder, Match, Media, RankReport
+from kvledger_router.match import Explanation, Holder, Match, RankReport
+from kvledger_router.prompt import Media
 from kvledger_router.standing import Note, Status
 
 __all__ = [

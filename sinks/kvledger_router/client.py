@@ -7,26 +7,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
-from kvledger_index.blockkeys import Extra, extend, root_key, token_bytes
 from kvledger_index.contract import IndexReader
 from kvledger_index.errors import IndexFailure, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT
 from kvledger_index.reader import RedisReader
 from kvledger_index.views import Reading
 from kvledger_router import telemetry
+from kvledger_router.asking import Plan, add_found, asked_of, needing, plan
 from kvledger_router.breaker import Breaker, Outcome
 from kvledger_router.hints import HINT_SECONDS_DEFAULT, Hints
 from kvledger_router.judge import Facts, Question, judge, report
-from kvledger_router.match import Explanation, Holder, Match, Media
+from kvledger_router.match import Explanation, Holder, Match
+from kvledger_router.prompt import Media, Prompt
 from kvledger_router.residency import Held, gather
 from kvledger_router.roster import Roster, Seat, seat_all
 from kvledger_router.standing import FRESH_SECONDS_MAX_DEFAULT, LEASE_SECONDS_DEFAULT, Limits, Note
 
 DEADLINE_SECONDS_DEFAULT = 0.020
 """An answer later than this has cost the request more than a prefix hit usually saves."""
-
-PROMPT_TOKENS_MAX = 2**20
-"""Tokens of a prompt that are looked up: 4096 rows at a stride of 16. What is beyond can only lengthen a hit."""
 
 LATE_MAX = 64
 """Readings that go on behind their question's deadline; further ones are cancelled, which costs a connection each."""
@@ -35,28 +33,11 @@ CATALOGUE_TRIES_MAX = 3
 """Readings of one answer: a catalogue changes when ranks come, go or hear of a new group, not with every batch."""
 
 
-class _Prompt:
-    """A validated prompt: what to hash, and the keys per stride once they were asked for."""
-
-    def __init__(self, model: str, tokens: bytes, lora: str | None, salt: str | None, media: Sequence[Extra]) -> None:
-        self.tokens = len(tokens) // 4
-        self.looked_up = min(self.tokens, PROMPT_TOKENS_MAX)
-        self.by_stride: dict[int, tuple[int, ...]] = {}
-        self._root = root_key(model, lora, salt)
-        self._bytes = tokens[: self.looked_up * 4]
-        self._media = media
-
-    def keys(self, stride: int) -> tuple[int, ...]:
-        if stride not in self.by_stride:
-            self.by_stride[stride] = tuple(extend(self._root, self._bytes, stride, extras=self._media))
-        return self.by_stride[stride]
-
-
 class _Answer(NamedTuple):
-    """One reading per stride, all of the roster's version."""
+    """One reading per stride, all of the roster's version, and what was asked for by engine hash in each."""
 
     roster: Roster
-    readings: dict[int, Reading]
+    readings: dict[int, tuple[Reading, Plan]]
 
 
 class _NoOpinion(NamedTuple):
@@ -79,10 +60,14 @@ class Index:
         deadline_seconds: float = DEADLINE_SECONDS_DEFAULT,
         fresh_seconds_max: float = FRESH_SECONDS_MAX_DEFAULT,
         lease_seconds: float = LEASE_SECONDS_DEFAULT,
+        engine_hashes: bool = True,
         breaker: Breaker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Over any reader; :meth:`from_url` is for Redis. ``clock`` is monotonic, in seconds."""
+        """Over any reader; :meth:`from_url` is for Redis. ``clock`` is monotonic, in seconds.
+
+        ``engine_hashes`` False never asks by the engine's own hashes (ADR 5): answers that need them are lower bounds.
+        """
         if deadline_seconds <= 0:
             raise InvalidInput(f"deadline_seconds {deadline_seconds} <= 0")
         self.model = model
@@ -94,6 +79,9 @@ class Index:
         self._clock = clock
         self._hints = Hints()
         self._roster: Roster | None = None
+        self._engine_hashes = engine_hashes
+        self._needing: dict[int, frozenset[str]] = {}
+        """By stride, the ranks that had to be asked by engine hash when last looked at."""
         self._late: set[asyncio.Task[_Answer | _NoOpinion]] = set()
 
     @classmethod
@@ -146,7 +134,7 @@ class Index:
         breaker is open, the match has no opinion. The router's own CPU is O(tokens + holders of rows): a few ms for
         8 k tokens and 64 ranks (``tests/benchmarks/match.py``).
         """
-        prompt, asked = self._prompt(token_ids, lora, salt, media), _names(replicas)
+        prompt, asked = Prompt(self.model, token_ids, lora, salt, media), _names(replicas)
         answer = await self._ask(prompt)
         if isinstance(answer, _NoOpinion):
             return self._no_opinion(prompt, asked, answer.why)
@@ -164,7 +152,7 @@ class Index:
         replicas: Iterable[str] | None = None,
     ) -> Explanation:
         """A match and, per rank that the index knows, every reason behind its number. For people: costs more CPU."""
-        prompt, asked = self._prompt(token_ids, lora, salt, media), _names(replicas)
+        prompt, asked = Prompt(self.model, token_ids, lora, salt, media), _names(replicas)
         answer = await self._ask(prompt)
         if isinstance(answer, _NoOpinion):
             return Explanation(self._no_opinion(prompt, asked, answer.why), ())
@@ -185,16 +173,7 @@ class Index:
         """
         self._hints.expect(match.keys, replica, rank, self._clock(), seconds)
 
-    def _prompt(self, token_ids: Sequence[int], lora: str | None, salt: str | None, media: Iterable[Media]) -> _Prompt:
-        if isinstance(token_ids, bytes | bytearray):
-            raise InvalidInput("token ids must be integers, got bytes, whose layout nobody knows")
-        extras = [(item.offset, item.identifier) for item in media]
-        for offset, _ in extras:
-            if offset < 0:
-                raise InvalidInput(f"media offset {offset} < 0: it is the absolute position of a placeholder token")
-        return _Prompt(self.model, token_bytes(token_ids), lora, salt, extras)
-
-    async def _ask(self, prompt: _Prompt) -> _Answer | _NoOpinion:
+    async def _ask(self, prompt: Prompt) -> _Answer | _NoOpinion:
         """The readings of an answer, or why there are none. One deadline for all of it, connecting included."""
         self.counters.asked += 1
         permit = self._breaker.enter(self._clock())
@@ -226,7 +205,7 @@ class Index:
                 telemetry.breaker_changed(before, self._breaker.state, why)
         return answer
 
-    async def _within_deadline(self, prompt: _Prompt) -> _Answer | _NoOpinion:
+    async def _within_deadline(self, prompt: Prompt) -> _Answer | _NoOpinion:
         """Read, or raise TimeoutError at the deadline.
 
         A reading that is late is left to finish, unheard: cancelling it would cost its connection, so a Redis that is
@@ -257,20 +236,38 @@ class Index:
         if error is not None and not isinstance(error, IndexFailure):
             task.get_loop().call_exception_handler({"message": "a late reading failed", "exception": error})
 
-    async def _read(self, prompt: _Prompt) -> _Answer | _NoOpinion:
+    async def _read(self, prompt: Prompt) -> _Answer | _NoOpinion:
         """Catalogue and readings of one version; no opinion where it changes with every try."""
         roster = self._roster or await self._refresh(None)
         for _ in range(CATALOGUE_TRIES_MAX):
-            readings: dict[int, Reading] = {}
-            for stride in roster.strides:
-                readings[stride] = await self._reader.read(roster.catalogue, self.model, prompt.keys(stride))
-                self.counters.corrupt += readings[stride].corrupt
-            if all(reading.version == roster.version for reading in readings.values()):
+            readings = {stride: await self._read_stride(roster, stride, prompt) for stride in roster.strides}
+            if all(reading.version == roster.version for reading, _ in readings.values()):
                 return _Answer(roster, readings)
             self.counters.rereads += 1
             roster = await self._refresh(roster)
         self.counters.unsettled += 1
         return _NoOpinion(f"unsettled: the catalogue changed during each of {CATALOGUE_TRIES_MAX} readings")
+
+    async def _read_stride(self, roster: Roster, stride: int, prompt: Prompt) -> tuple[Reading, Plan]:
+        """One reading. What is asked by engine hash is what ranks needed when last looked at; if one needs more by now,
+        all is read again.
+        """
+        asked = plan(roster, stride, prompt, self._needing.get(stride, frozenset()))
+        reading = await self._read_once(roster, prompt, asked)
+        if not self._engine_hashes or reading.version != roster.version:
+            return reading, asked
+        self._needing[stride] = needing(roster, stride, reading)
+        wanted = plan(roster, stride, prompt, self._needing[stride])
+        if wanted.spans.keys() <= asked.spans.keys():
+            return reading, asked
+        self.counters.hash_rereads += 1
+        return await self._read_once(roster, prompt, wanted), wanted
+
+    async def _read_once(self, roster: Roster, prompt: Prompt, asked: Plan) -> Reading:
+        keys = prompt.keys(asked.stride)
+        reading = await self._reader.read(roster.catalogue, self.model, keys, asked.hashes)
+        self.counters.corrupt += reading.corrupt
+        return reading
 
     async def _refresh(self, used: Roster | None) -> Roster:
         """The newest roster; another question may have fetched it already."""
@@ -280,29 +277,32 @@ class Index:
         return self._roster
 
     def _cases(
-        self, answer: _Answer, prompt: _Prompt, asked: frozenset[str] | None
+        self, answer: _Answer, prompt: Prompt, asked: frozenset[str] | None
     ) -> Iterator[tuple[Seat, Facts, Question]]:
         """What is to be judged: every rank asked for whose stride was looked up."""
         expected = self._hints.shared(prompt.by_stride, self._clock())
         cut = f"cut: {prompt.looked_up} of {prompt.tokens} tokens were looked up"
         common = (Note("at_least", cut),) if prompt.looked_up < prompt.tokens else ()
-        for stride, reading in answer.readings.items():
+        for stride, (reading, by_hash) in answer.readings.items():
             held = gather(reading.segments, answer.roster)
+            add_found(held, reading, by_hash, answer.roster, prompt)
             bad = (Note("at_least", f"{reading.corrupt} stored values could not be read"),) if reading.corrupt else ()
             question = Question(prompt.looked_up, reading.time_ms, self._limits, (*common, *bad))
             for number, seat in enumerate(answer.roster.seats):
                 if seat.card.stride != stride or not _is_asked(seat, asked):
                     continue
+                pulse = reading.pulses.get(seat.name)
                 facts = Facts(
                     held=held.get(number) or Held(),
-                    pulse=reading.pulses.get(seat.name),
+                    pulse=pulse,
                     partition=reading.partitions.get(seat.card.partition),
                     moved=seat.name in reading.moved,
                     expected_tokens=_expected(seat, expected, prompt),
+                    asked=asked_of(seat, prompt, pulse, by_hash, switched_on=self._engine_hashes),
                 )
                 yield seat, facts, question
 
-    def _no_opinion(self, prompt: _Prompt, asked: frozenset[str] | None, why: str) -> Match:
+    def _no_opinion(self, prompt: Prompt, asked: frozenset[str] | None, why: str) -> Match:
         """Every rank asked for, as far as it was ever seen, as unknown."""
         seats = self._roster.seats if self._roster is not None else ()
         known = [Holder(s.replica, s.rank, 0, 0, "unknown", reason=why) for s in seats if _is_asked(s, asked)]
@@ -331,7 +331,7 @@ def _others(roster: Roster, asked: frozenset[str] | None) -> list[Holder]:
     return unread + [Holder(name, None, 0, 0, "unknown", reason="never seen in this model") for name in unseen]
 
 
-def _expected(seat: Seat, expected: dict[tuple[str, int | None], int], prompt: _Prompt) -> int:
+def _expected(seat: Seat, expected: dict[tuple[str, int | None], int], prompt: Prompt) -> int:
     """What this router announced for a rank, less the last token, in whole strides."""
     if not expected:
         return 0

@@ -254,7 +254,7 @@ def _sliding(rule: HitRule, s: GroupSet, have: Seen, m: int, *, drop: bool) -> i
 
     Where no tail is whole, a prefix shorter than the tail serves. W - 1, because the token to come sees itself.
     """
-    need = _tail(s, drop=drop)
+    need = tail_blocks(s, drop=drop)
     step = rule.alignment // gcd(rule.alignment, s.block)  # edges stand every this many blocks
     count = m // s.block
     blocks = have.blocks & _low(count)
@@ -288,7 +288,7 @@ def _chunked(s: GroupSet, have: Seen, m: int) -> int:
     return (start + _ones((have.blocks & _low(m // s.block)) >> start)) * s.block
 
 
-def _tail(s: GroupSet, *, drop: bool) -> int:
+def tail_blocks(s: GroupSet, *, drop: bool) -> int:
     """Blocks that a window needs behind its edge."""
     return -(-(s.window - 1) // s.block) + (1 if drop else 0)
 
@@ -346,7 +346,7 @@ def _first_missing(rule: HitRule, s: GroupSet, bits: int, wanted: int) -> tuple[
     b = s.block
     edge = -(-wanted // b) + (1 if s.eagle and s.kind != MAMBA else 0)
     if s.kind in SLIDING_KINDS:
-        first = max(edge - _tail(s, drop=s.eagle), 0)
+        first = max(edge - tail_blocks(s, drop=s.eagle), 0)
     elif s.kind == MAMBA:
         first = edge - 1
     else:

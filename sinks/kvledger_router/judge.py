@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from kvledger_index.model import GROUP_NONE_LANE
 from kvledger_index.views import PartitionView, Pulse
+from kvledger_router.asking import NOT_NEEDED, Asked
+from kvledger_router.bounds import longest
 from kvledger_router.hits import Ending, explain, hit
 from kvledger_router.match import Holder, RankReport
-from kvledger_router.residency import Held, extension
+from kvledger_router.residency import Held, extension, lower_tiers
 from kvledger_router.roster import GPU, Seat
 from kvledger_router.standing import PRECEDENCE, Limits, Note, age_seconds, standing, verdict
 
@@ -29,7 +31,7 @@ class Question(NamedTuple):
 class Facts(NamedTuple):
     """What a reading says of one rank; ``moved``: it changed between the two looks of the reading.
 
-    ``expected_tokens``: what this router announced for it.
+    ``expected_tokens``: what this router announced for it. What was found by engine hash is in ``held``.
     """
 
     held: Held
@@ -37,10 +39,11 @@ class Facts(NamedTuple):
     partition: PartitionView | None
     moved: bool
     expected_tokens: int = 0
+    asked: Asked = NOT_NEEDED
 
 
 class _Bounds(NamedTuple):
-    """The hit with unplaced hashes absent and, at most, present; None where the rule cannot be applied."""
+    """The hit with what has no known place absent, and the longest with it; None where the rule cannot be applied."""
 
     low: int | None
     high: int | None
@@ -65,18 +68,19 @@ def report(seat: Seat, facts: Facts, question: Question) -> RankReport:
         alignment=seat.rule.alignment,
         unplaced=sum(_unplaced(facts.pulse).values()),
         hit_tokens_max=bounds.high,
+        engine_hashes=_on_hashes(facts),
     )
 
 
 def _holder(seat: Seat, facts: Facts, question: Question, bounds: _Bounds, deciding: Note) -> Holder:
     known = deciding.status != "unknown"
     tokens = bounds.low if known and bounds.low is not None else 0
-    lower = known and bounds.low is not None and bool(facts.held.lower)
+    lower = lower_tiers(facts.held, seat, facts.pulse, question.time_ms) if known and bounds.low is not None else None
     return Holder(
         replica=seat.replica,
         rank=seat.rank,
         hit_tokens=tokens,
-        extended_tokens=extension(seat, facts.held.lower, question.tokens, tokens) if lower else 0,
+        extended_tokens=extension(seat, facts.held.gpu, lower, question.tokens, tokens) if lower else 0,
         status=deciding.status,
         as_of=facts.pulse.now.seq if facts.pulse else None,
         age_seconds=age_seconds(facts.pulse, question.time_ms) if facts.pulse else None,
@@ -86,15 +90,14 @@ def _holder(seat: Seat, facts: Facts, question: Question, bounds: _Bounds, decid
 
 
 def _bounds(seat: Seat, facts: Facts, tokens: int) -> _Bounds:
-    """More residency never shortens a hit, so what lies between absent and all present is enclosed."""
+    """More residency never shortens a hit, so what lies between absent and present is enclosed."""
     resident = _resident(seat, facts.held.gpu)
     low = hit(seat.rule, tokens, resident)
-    unplaced = _unplaced(facts.pulse)
-    every = (1 << tokens // seat.rule.stride) - 1
-    widened = {group: every for group, lane in seat.lanes if lane in unplaced}
-    if not widened:
+    loose = _loose(facts)
+    spare = {group: loose[lane] for group, lane in seat.lanes if lane in loose}
+    if not spare:
         return _Bounds(low, low)
-    return _Bounds(low, hit(seat.rule, tokens, resident | widened))
+    return _Bounds(low, longest(seat.rule, tokens, resident, spare))
 
 
 def _resident(seat: Seat, gpu: Mapping[int, int]) -> dict[int | None, int]:
@@ -104,6 +107,29 @@ def _resident(seat: Seat, gpu: Mapping[int, int]) -> dict[int | None, int]:
 def _unplaced(pulse: Pulse | None) -> dict[int, int]:
     """GPU hashes that are resident and have no key, by lane."""
     return {lane: count for lane, medium, count in pulse.now.unplaced if medium == GPU and count} if pulse else {}
+
+
+def _loose(facts: Facts) -> dict[int, int]:
+    """Those of the unplaced GPU hashes that may be any block of the prompt, by lane: all, or what cannot be asked for.
+
+    Where the prompt's engine hashes were asked for, the others are found, or not this prompt's.
+    """
+    if facts.asked.hashes is None:
+        return _unplaced(facts.pulse)
+    return (
+        {lane: count for lane, medium, count in facts.pulse.now.opaque if medium == GPU and count}
+        if facts.pulse
+        else {}
+    )
+
+
+def _on_hashes(facts: Facts) -> str:
+    """For people: what the second way did for this rank."""
+    if facts.asked.hashes is not None:
+        return f"asked for by {facts.asked.hashes} engine hashes, beside the block keys"
+    if facts.asked.obstacle:
+        return f"not asked for by engine hash: {facts.asked.obstacle}"
+    return "not asked for by engine hash: nothing that could be found so is resident without a block key"
 
 
 def _notes(seat: Seat, facts: Facts, question: Question, bounds: _Bounds) -> list[Note]:
@@ -119,6 +145,6 @@ def _notes(seat: Seat, facts: Facts, question: Question, bounds: _Bounds) -> lis
     if bounds.low is None or bounds.high is None:
         notes.append(Note("uncertain", "; ".join(seat.rule.faults)))
     elif bounds.high != bounds.low:
-        count = sum(unplaced.values())
+        count = sum(_loose(facts).values())
         notes.append(Note("at_least", f"{count} unplaced hashes could lengthen this hit, to {bounds.high} at most"))
     return notes

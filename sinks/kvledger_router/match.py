@@ -11,15 +11,6 @@ from kvledger_router.hits import Ending
 from kvledger_router.standing import TRUSTED, Note, Status
 
 
-class Media(msgspec.Struct, frozen=True):
-    """A multimodal item of the prompt: its identifier (vLLM's multimodal hash) and the absolute position of its first
-    placeholder token.
-    """
-
-    identifier: str
-    offset: int
-
-
 class Holder(msgspec.Struct, frozen=True):
     """What one rank holds of the prompt.
 
@@ -50,7 +41,8 @@ class Holder(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     """Behind one holder: every note in order of precedence, and per group which block ended the hit.
 
-    ``hit_tokens_max`` is the hit if every unplaced hash were what this prompt needs (None: the rule cannot be applied).
+    ``unplaced`` counts GPU hashes without a block key; ``hit_tokens_max`` is the longest hit that they could still make
+    (None: the rule cannot be applied). ``engine_hashes`` says whether the prompt's own engine hashes were asked for.
     """
 
     holder: Holder
@@ -60,6 +52,7 @@ class RankReport(msgspec.Struct, frozen=True):
     alignment: int
     unplaced: int
     hit_tokens_max: int | None
+    engine_hashes: str = ""
 
 
 class Match:

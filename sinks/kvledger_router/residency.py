@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from struct import Struct
 
-from kvledger_index.model import GROUP_NONE_LANE, lane_code
-from kvledger_index.views import Segment
-from kvledger_router.hits import block_ends
+from kvledger_index.model import EXPIRE_SECONDS_DEFAULT, GROUP_NONE_LANE, lane_code
+from kvledger_index.views import Pulse, Segment
+from kvledger_router.hits import block_ends, hit
 from kvledger_router.roster import GPU, Roster, Seat
 
 Lanes = dict[int, int]
@@ -19,13 +19,20 @@ Lanes = dict[int, int]
 
 
 class Held:
-    """What one rank holds of the prompt: ``gpu`` and, over all lower tiers together, ``lower``, by lane code."""
+    """What one rank holds of the prompt: ``gpu`` by lane code, ``tiers`` by (medium code, lane code) of lower media."""
 
-    __slots__ = ("gpu", "lower")
+    __slots__ = ("gpu", "tiers")
 
     def __init__(self) -> None:
         self.gpu: Lanes = {}
-        self.lower: Lanes = {}
+        self.tiers: dict[tuple[int, int], int] = {}
+
+    def add(self, medium: int, lane: int, bits: int) -> None:
+        """Hold these strides, too."""
+        if medium == GPU:
+            self.gpu[lane] = self.gpu.get(lane, 0) | bits
+        else:
+            self.tiers[medium, lane] = self.tiers.get((medium, lane), 0) | bits
 
 
 def gather(segments: Sequence[Segment], roster: Roster) -> dict[int, Held]:
@@ -57,20 +64,56 @@ def gather(segments: Sequence[Segment], roster: Roster) -> dict[int, Held]:
         held = found.get(where[0])
         if held is None:
             held = found[where[0]] = Held()
-        tier, lane = held.gpu if where[1] == GPU else held.lower, who & 0xFF
-        tier[lane] = tier.get(lane, 0) | int.from_bytes(pack(*row), "little")
+        held.add(where[1], who & 0xFF, int.from_bytes(pack(*row), "little"))
     return found
+
+
+def gather_singles(
+    found: dict[int, Held], singles: Sequence[Segment], owners: Mapping[int, tuple[int, int]], strides: int
+) -> None:
+    """Add what is held by engine hash: single j is the prefix of (j + 1) x ``strides`` strides.
+
+    ``owners`` maps the slots that count to (seat number, medium code). O(hashes + their holders).
+    """
+    bits: dict[int, int] = {}
+    for j, single in enumerate(singles):
+        for slot, lane, _ in single.holders:
+            if slot in owners:
+                who = slot << 8 | lane
+                bits[who] = bits.get(who, 0) | 1 << (j + 1) * strides - 1
+    for who, each in bits.items():
+        seat, medium = owners[who >> 8]
+        found.setdefault(seat, Held()).add(medium, who & 0xFF, each)
+
+
+def lower_tiers(held: Held, seat: Seat, pulse: Pulse | None, time_ms: int) -> Lanes:
+    """What all lower tiers together hold by lane, without those that may have dropped it unsaid (ADR 5).
+
+    A tier that never announced a removal is counted for so many seconds after its last store, by log time up to the
+    rank's last record and by Redis' clock from there on.
+    """
+    lanes: Lanes = {}
+    if not held.tiers or pulse is None:
+        return lanes
+    seconds = EXPIRE_SECONDS_DEFAULT if seat.card.expire_seconds is None else seat.card.expire_seconds
+    since_heard_ms = max(0, time_ms - pulse.heard_ms)
+    expired = {(medium, lane) for lane, medium, age_ms in pulse.now.silent if age_ms + since_heard_ms > seconds * 1000}
+    for (medium, lane), bits in held.tiers.items():
+        if (medium, lane) not in expired:
+            lanes[lane] = lanes.get(lane, 0) | bits
+    return lanes
 
 
 def _holders_of(segment: Segment) -> tuple[tuple[int, int, int], ...]:
     return segment.holders
 
 
-def extension(seat: Seat, lower: Mapping[int, int], tokens: int, hit_tokens: int) -> int:
+def extension(seat: Seat, gpu: Lanes, lower: Lanes, tokens: int, hit_tokens: int) -> int:
     """Tokens right behind a hit that lower tiers continue without a hole, in whole blocks of the seat's ``depth``.
 
-    A tier that names no group (a lane of its own) holds all groups of its chunks. Nothing here is ever exact: several
-    tiers announce no removals.
+    A tier that names no group (a lane of its own) holds all groups of its chunks. Other groups count where a tier
+    holds any of their blocks of this prompt: what they need at the end must then be there, or on the GPU. Nothing here
+    is ever exact: several tiers announce no removals.
     """
     if seat.depth is None or not lower:
         return 0
@@ -87,7 +130,15 @@ def extension(seat: Seat, lower: Mapping[int, int], tokens: int, hit_tokens: int
     run = (~behind & (behind + 1)).bit_length() - 1
     # the last token is always computed, and blocks are loaded whole
     end = min(hit_tokens + run * stride, max(tokens - 1, 0))
-    return max(end - end % block - hit_tokens, 0)
+    end -= end % block
+    told = {group: lane for group, lane in seat.lanes if lower.get(lane) and group not in seat.depth.groups}
+    if told and end > hit_tokens:
+        bare = _spread(block_ends(lower.get(GROUP_NONE_LANE, 0) & every, strides, block // stride), block // stride)
+        resident: dict[int | None, int] = dict.fromkeys((group for group, _ in seat.lanes), every)
+        resident |= dict.fromkeys(seat.depth.groups, (1 << end // stride) - 1)
+        resident |= {group: gpu.get(lane, 0) | lower[lane] | bare for group, lane in told.items()}
+        end = hit(seat.rule, tokens, resident) or 0
+    return max(end - hit_tokens, 0)
 
 
 def _spread(blocks: int, ratio: int) -> int:

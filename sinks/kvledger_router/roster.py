@@ -5,6 +5,7 @@ Built once per catalogue version, so that an answer costs lookups only. O(ranks)
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 from kvledger_index.model import STRIDE_TOKENS_DEFAULT, lane_code
@@ -23,7 +24,8 @@ class Seat(NamedTuple):
     """One rank of the catalogue.
 
     ``lanes`` are its groups with their lane codes. ``depth`` is the set whose blocks in lower tiers may extend a hit:
-    full attention, or the only one; None where there is none, or where the rule has faults.
+    full attention, or the only one; None where there is none, or where the rule has faults. ``every``: entries of its
+    groups end at multiples of so many tokens.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Seat(NamedTuple):
     rule: HitRule
     lanes: tuple[tuple[int | None, int], ...]
     depth: GroupSet | None
+    every: int
 
 
 class Roster(NamedTuple):
@@ -74,7 +77,16 @@ def _seat(name: str, card: Card) -> Seat:
         partial_hash_hits=card.partial_hash_hits,
     )
     lanes = tuple((g.group, lane_code(g.group)) for g in card.groups)
-    return Seat(name, replica, int(rank), card, rule, lanes, None if rule.faults else _depth(rule.sets))
+    depth = None if rule.faults else _depth(rule.sets)
+    return Seat(name, replica, int(rank), card, rule, lanes, depth, _every(rule))
+
+
+def _every(rule: HitRule) -> int:
+    """Where hits may end inside a block, entries end at hash blocks; else only at blocks."""
+    blocks = [s.block for s in rule.sets if s.block]
+    if rule.partial or not blocks or any(rule.splits(block) for block in blocks):
+        return rule.hash_block
+    return gcd(*blocks)
 
 
 def _depth(sets: tuple[GroupSet, ...]) -> GroupSet | None:

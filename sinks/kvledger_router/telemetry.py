@@ -23,7 +23,8 @@ class Counters(msgspec.Struct):
 
     ``timeouts`` and ``failures`` are questions without an opinion because of the deadline, or of Redis; many
     ``refused`` mean an open breaker; ``rereads`` are answers taken again because the catalogue had changed: more than
-    a few per second mean ranks that flap. ``corrupt`` counts stored values that could not be read.
+    a few per second mean ranks that flap. ``hash_rereads`` are readings taken again because a rank came to need engine
+    hashes (ADR 5). ``corrupt`` counts stored values that could not be read.
     """
 
     asked: int = 0
@@ -36,6 +37,7 @@ class Counters(msgspec.Struct):
     rereads: int = 0
     unsettled: int = 0
     corrupt: int = 0
+    hash_rereads: int = 0
 
 
 def breaker_changed(before: State, after: State, why: str) -> None:

@@ -64,9 +64,9 @@ class Frozen:
         self._reader = reader
         self._kept: Reading | None = None
 
-    async def read(self, catalogue: object, model: str, keys: object) -> Reading:
-        if self._kept is None:
-            self._kept = await self._reader.read(catalogue, model, keys)  # type: ignore[arg-type]  # passed through
+    async def read(self, catalogue: object, model: str, keys: object, hashes: object = ()) -> Reading:
+        if self._kept is None or hashes:
+            self._kept = await self._reader.read(catalogue, model, keys, hashes)  # type: ignore[arg-type]  # passed through
         return self._kept
 
 

@@ -43,9 +43,9 @@ class Wrapped:
         await self._fault()
         return await self.inner.catalogue(model)
 
-    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         await self._fault()
-        reading = await self.inner.read(catalogue, model, keys)
+        reading = await self.inner.read(catalogue, model, keys, hashes)
         return reading._replace(moved=self.moved, corrupt=self.corrupt)
 
     async def _fault(self) -> None:
@@ -220,11 +220,11 @@ class Restless(Wrapped):
         super().__init__(inner)
         self.fleet, self.changes = fleet, changes
 
-    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int]) -> Reading:
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         if self.changes:
             self.changes -= 1
             await self.fleet.become("pod-a/0", engine_version=str(self.changes))
-        return await super().read(catalogue, model, keys)
+        return await super().read(catalogue, model, keys, hashes)
 
 
 @pytest.mark.parametrize(("changes", "opinion"), [(1, True), (CATALOGUE_TRIES_MAX - 1, True), (99, False)])

@@ -304,7 +304,7 @@ async def test_unplaced_hashes_that_cannot_matter_leave_an_answer_exact(world: W
 
 
 async def test_a_prompt_that_was_cut_is_a_lower_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvledger_router.client.PROMPT_TOKENS_MAX", 64)
+    monkeypatch.setattr("kvledger_router.prompt.PROMPT_TOKENS_MAX", 64)
     await world.fleet.open("pod-a/0")
     await world.fleet.store("pod-a/0", PROMPT)
     match = await world.index.match(PROMPT)

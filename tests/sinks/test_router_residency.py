@@ -38,17 +38,16 @@ def test_gathered_bits_are_those_of_the_segments(order: list[int], kinds: list[H
     """Runs of equal segments, which are taken in one step, included; slots 7..9 are dead."""
     segments = [Segment(kinds[kind]) for kind in order]
     seats = roster(a=(1, 2, 3, 0), b=(4, 5, 6, 0))
-    expected: dict[tuple[int, str, int], set[int]] = {}
+    expected: dict[tuple[int, int, int], set[int]] = {}
     for number, segment in enumerate(segments):
         for slot, lane, mask in segment.holders:
             if slot <= 6:
-                at = (slot - 1) // 3, "gpu" if slot % 3 == 1 else "lower", lane
+                at = (slot - 1) // 3, (slot - 1) % 3, lane
                 expected.setdefault(at, set()).update(number * 16 + p for p in range(16) if mask >> p & 1)
     found = {
-        (seat, tier, lane): {i for i in range(len(segments) * 16) if bits >> i & 1}
+        (seat, medium, lane): {i for i in range(len(segments) * 16) if bits >> i & 1}
         for seat, held in gather(segments, seats).items()
-        for tier, lanes in (("gpu", held.gpu), ("lower", held.lower))
-        for lane, bits in lanes.items()
+        for (medium, lane), bits in ({(0, lane): bits for lane, bits in held.gpu.items()} | held.tiers).items()
     }
 
     assert found == expected
@@ -65,7 +64,7 @@ def test_an_extension_is_the_blocks_right_behind_the_hit(blocks: set[int], hit: 
     while (hit + expected) in blocks and (hit + expected + 1) * size < tokens:
         expected += 1
 
-    assert extension(seats.seats[0], lower, tokens, hit * size) == expected * size
+    assert extension(seats.seats[0], {}, lower, tokens, hit * size) == expected * size
 
 
 def test_an_empty_catalogue_is_still_looked_up() -> None:

@@ -1,0 +1,106 @@
+"""The second way: which ranks have to be asked by the engine's own hashes, and by which (ADR 5). Pure.
+
+A rank needs it while hashes are resident on it that have no block key and that a prompt's chain could equal. Ranks
+without such hashes cost nothing: their prompt's chain is not even computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvledger_index.enginehash import Scheme
+from kvledger_index.views import Pulse, Reading
+from kvledger_router.prompt import Prompt, Way
+from kvledger_router.residency import Held, gather_singles
+from kvledger_router.roster import Roster, Seat
+
+SWITCHED_OFF = "switched off for this index"
+
+
+class Plan(NamedTuple):
+    """What the reading of one stride asks for by engine hash: ``hashes``, and where those of each way stand in them."""
+
+    stride: int
+    spans: Mapping[Way, tuple[int, int]]
+    hashes: tuple[int, ...]
+
+
+class Asked(NamedTuple):
+    """Whether a rank was asked by engine hash: by how many; or None and, if it needs that, the ``obstacle``."""
+
+    hashes: int | None
+    obstacle: str = ""
+
+
+NOT_NEEDED = Asked(None)
+
+
+def needs(pulse: Pulse | None) -> bool:
+    """Whether anything is resident on a rank that has no block key and could be found by engine hash."""
+    if pulse is None or not pulse.now.unplaced:
+        return False
+    opaque = {(lane, medium): count for lane, medium, count in pulse.now.opaque}
+    return any(count > opaque.get((lane, medium), 0) for lane, medium, count in pulse.now.unplaced)
+
+
+def needing(roster: Roster, stride: int, reading: Reading) -> frozenset[str]:
+    """Ranks of one stride that need it, by name; O(ranks)."""
+    return frozenset(
+        seat.name for seat in roster.seats if seat.card.stride == stride and needs(reading.pulses.get(seat.name))
+    )
+
+
+def plan(roster: Roster, stride: int, prompt: Prompt, names: frozenset[str]) -> Plan:
+    """The hashes to ask for on behalf of ``names``. O(ranks), and the chain of each way that is new to the prompt."""
+    if not names:
+        return Plan(stride, {}, ())
+    ways = {
+        way_of(seat, prompt): None  # in order, each once
+        for seat in roster.seats
+        if seat.name in names and seat.card.stride == stride and not obstacle_of(seat, prompt)
+    }
+    spans: dict[Way, tuple[int, int]] = {}
+    hashes: list[int] = []
+    for way in ways:
+        start = len(hashes)
+        hashes += prompt.hashes(way)
+        spans[way] = start, len(hashes)
+    return Plan(stride, spans, tuple(hashes))
+
+
+def obstacle_of(seat: Seat, prompt: Prompt) -> str:
+    """Why a rank cannot be asked for this prompt by engine hash; empty where it can."""
+    return "; ".join(seat.rule.faults) or prompt.obstacle(seat.card.scheme, seat.rule.hash_block)
+
+
+def way_of(seat: Seat, prompt: Prompt) -> Way:
+    """How a rank's engine names the prompt; only without an obstacle."""
+    return prompt.way(seat.card.scheme or Scheme(), seat.rule.hash_block, seat.every)
+
+
+def asked_of(seat: Seat, prompt: Prompt, pulse: Pulse | None, asked: Plan, *, switched_on: bool) -> Asked:
+    """What came of it for one rank."""
+    if not needs(pulse):
+        return NOT_NEEDED
+    obstacle = obstacle_of(seat, prompt) if switched_on else SWITCHED_OFF
+    if obstacle:
+        return Asked(None, obstacle)
+    span = asked.spans.get(way_of(seat, prompt))
+    if span is None:
+        return Asked(None, "it came to need it while it was read")
+    return Asked(span[1] - span[0])
+
+
+def add_found(found: dict[int, Held], reading: Reading, asked: Plan, roster: Roster, prompt: Prompt) -> None:
+    """Add what was found by engine hash to what each seat holds; its own way alone counts for it."""
+    seats: dict[Way, set[int]] = {way: set() for way in asked.spans}
+    for number, seat in enumerate(roster.seats if seats else ()):
+        if seat.card.stride != asked.stride or not needs(reading.pulses.get(seat.name)) or obstacle_of(seat, prompt):
+            continue
+        way = way_of(seat, prompt)
+        if way in seats:
+            seats[way].add(number)
+    for way, (start, stop) in asked.spans.items():
+        owners = {slot: where for slot, where in roster.slots.items() if where[0] in seats[way]}
+        gather_singles(found, reading.singles[start:stop], owners, way.every // asked.stride)

@@ -50,6 +50,11 @@ class Chains:
         if self.need.hear(event):
             self.finder.restart()
 
+    def force(self) -> None:
+        """A masked hash was met that no dense event names: keep digests from the next batch on."""
+        if not self.need.chains and self.need.force():
+            self.finder.restart()
+
     def read(
         self, event: BlockStored, names: tuple[int, ...], *, dense: bool, heard: Listing | None = None
     ) -> Chained | None:

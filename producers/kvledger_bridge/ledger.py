@@ -16,8 +16,10 @@ from collections.abc import Sequence
 import msgspec
 
 from kvledger_bridge.decode import AllBlocksCleared, Batch, BlockRemoved, BlockStored, low64
+from kvledger_bridge.identity import opaque_from as first_opaque
 from kvledger_bridge.lineage import Block, Lineage, Move, Span
 from kvledger_bridge.runs import OpenChange, Part, lay_out
+from kvledger_index.enginehash import Scheme
 from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, ModelEntry, medium_of
 from kvledger_wire.partition import RANK_WIDE
 from kvledger_wire.records import ATTACHED, CLEARED, LIVE, REMOVED, STORED, Change
@@ -34,6 +36,12 @@ WORDS_MAX = 1024
 REASONS_MAX = 32
 """Reasons for doubt per life; each is given once."""
 
+FULL_REPORTS_MIN = 3
+"""Batches that look like a full report before a life is called so. Honest engines can write one by chance (two requests
+of one step, the second continuing what the first had to compute again), and none of the recorded ones did; the one with
+full reports did so in 52 of its 458 batches, the third of them being the 41st.
+"""
+
 _CLEARS = tuple(MEDIA.index(medium) for medium in MEDIA if medium != "storage")
 
 
@@ -43,6 +51,8 @@ class Piece(msgspec.Struct, frozen=True):
     ``unplaced`` restates, per medium code, how many hashes of the group are resident without a key after it.
     ``spec`` is the group's facts, when they were first heard or changed; only GPU stores tell them.
     ``uncertain`` are reasons, new in this life, why answers about the rank may be over.
+    ``scheme`` is how the engine hashes, when that was found out or more of it; it is about the rank.
+    ``opaque`` restates, per medium code, how many of ``unplaced`` no router can compute (ADR 4).
     """
 
     group: int | str | None
@@ -50,6 +60,8 @@ class Piece(msgspec.Struct, frozen=True):
     unplaced: tuple[tuple[int, int], ...] = ()
     spec: GroupSpec | None = None
     uncertain: tuple[str, ...] = ()
+    scheme: Scheme | None = None
+    opaque: tuple[tuple[int, int], ...] = ()
 
 
 class Counts:
@@ -59,6 +71,7 @@ class Counts:
         "attached",
         "clears",
         "events_refused",
+        "full_reports",
         "removals_unknown",
         "removed",
         "retracted",
@@ -75,12 +88,16 @@ class Counts:
         self.retracted = 0
         self.clears = 0
         self.events_refused = 0
+        self.full_reports = 0
 
 
 class _Lane:
-    """Copies in one (group, medium): of blocks, and of hashes without one."""
+    """Copies in one (group, medium): of blocks, and of hashes without one, some of them ``opaque``.
 
-    __slots__ = ("code", "copies", "gpu", "group", "unplaced")
+    ``reported``: sequence and last hash of the newest event from token 0 that brought nothing new.
+    """
+
+    __slots__ = ("code", "copies", "gpu", "group", "opaque", "reported", "unplaced")
 
     def __init__(self, group: int | None, code: int) -> None:
         self.group = group
@@ -88,6 +105,8 @@ class _Lane:
         self.gpu = code == 0
         self.copies: dict[Block, int] = {}
         self.unplaced: dict[int, int] = {}
+        self.opaque: set[int] = set()
+        self.reported = (-1, 0)
 
 
 class _Draft:
@@ -132,6 +151,7 @@ class Ledger:
         self._parts: dict[Span, list[Part]] = {}
         self._seq = -1
         self._ts = 0.0
+        self._report_seq = -1
 
     def apply(self, seq: int, batch: Batch, origin: int = LIVE) -> list[Piece]:
         """Take one batch, the next in sequence order, exactly once; ``origin`` is LIVE or REPLAYED.
@@ -161,6 +181,10 @@ class Ledger:
                     self._removed(event, origin)
                 case AllBlocksCleared():
                     self._cleared(origin)
+        if self.lineage.chains.finder.refuted:
+            self._doubt(
+                "hash_scheme of the model entry is not this engine's: correct it, or leave it out to have it found"
+            )
         if self.lineage.twins:
             self._doubt(
                 "one prefix under two engine hashes: this engine tells prompts apart (salt, adapter, media) by what it "
@@ -209,18 +233,31 @@ class Ledger:
         if len(self._heard) < WORDS_MAX:
             self._heard[group, event.medium] = lane
         change = self._draft(group).open(STORED, lane.code, origin)
-        names: Sequence[int]
+        names = span.hashes if span is not None else tuple([low64(each) for each in event.block_hashes])
+        places: Sequence[int] = range(len(names))
         if span is not None and span.blocks and not by_hash:
-            for part in self._parts_of(span):
-                change.add_part(part, self._count_part(lane, part))
-            names = [name for name, block in zip(span.hashes, span.blocks, strict=False) if block is None]
-            names += span.hashes[span.named :]
-        else:
-            names = span.hashes if span is not None else [low64(each) for each in event.block_hashes]
-        for name in names:
-            self._store_by_hash(lane, name, change)
-        if span is not None and span.start < 0:
-            self.lineage.hold(span)
+            places = self._store_span(lane, span, change)
+        if places:
+            self._store_by_hash(lane, event, names, places, change)
+        if span is not None:
+            if span.parent is not None and lane.reported == (self._seq, span.parent):
+                self._reported()
+            if span.start < 0:
+                self.lineage.hold(span)
+
+    def _store_span(self, lane: _Lane, span: Span, change: OpenChange) -> Sequence[int]:
+        """One copy more of each block of a placed span; returns which of its hashes are none of them."""
+        effective = 0
+        for part in self._parts_of(span):
+            fresh = self._count_part(lane, part)
+            effective |= fresh
+            change.add_part(part, fresh)
+        if not effective and span.parent is None:
+            lane.reported = self._seq, span.hashes[-1]
+        places = range(span.named, len(span.hashes))
+        if None in span.blocks:
+            return [*[i for i, block in enumerate(span.blocks) if block is None], *places]
+        return places
 
     def _count_part(self, lane: _Lane, part: Part) -> int:
         """One copy more of each block of a part; returns which of them had none."""
@@ -238,20 +275,54 @@ class Ledger:
         self.counts.stored += len(part.members)
         return effective
 
-    def _store_by_hash(self, lane: _Lane, name: int, change: OpenChange) -> None:
-        block = self.lineage.find(name, gpu=lane.gpu)
-        if block is not None:
-            self.counts.stored += 1
-            change.add_block(block, name, effective=self._add(lane, block, 1))
+    def _store_by_hash(
+        self, lane: _Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], change: OpenChange
+    ) -> None:
+        """Those of an event's hashes that are not part of a placed span: found by name, else unplaced."""
+        opaque_from: int | None = None
+        for place in places:
+            name = names[place]
+            block = self.lineage.find(name, gpu=lane.gpu)
+            if block is not None:
+                self.counts.stored += 1
+                change.add_block(block, name, effective=self._add(lane, block, 1))
+                continue
+            self.counts.stored_unplaced += 1
+            have = lane.unplaced.get(name)
+            if have is None:
+                lane.unplaced[name] = 1
+                self.lineage.loosen(name)
+            elif self._counted:
+                lane.unplaced[name] = have + 1
+            change.add_unplaced(name, effective=have is None)
+            if opaque_from is None:
+                opaque_from = self._opaque_from(lane, event)
+            if place >= opaque_from or self.lineage.is_ambiguous(name):
+                lane.opaque.add(name)
+        masked = event.token_ids and len(names) * event.block_size != len(event.token_ids)
+        if opaque_from is not None and masked and lane.gpu:
+            self.lineage.chains.force()
+
+    def _opaque_from(self, lane: _Lane, event: BlockStored) -> int:
+        """From which of its hashes on no router can compute the event's (ADR 4)."""
+        if not lane.gpu and event.group_idx is None and event.token_ids:
+            return 0  # a cache of its own, with chunks and hashes of its own
+        parent = event.parent_block_hash
+        if parent is not None and low64(parent) in lane.opaque:
+            return 0
+        return first_opaque(event)
+
+    def _reported(self) -> None:
+        """A span from token 0 that brought nothing new, continued in its own step: what full reports look like."""
+        if self._report_seq == self._seq:
             return
-        self.counts.stored_unplaced += 1
-        have = lane.unplaced.get(name)
-        if have is None:
-            lane.unplaced[name] = 1
-            self.lineage.loosen(name)
-        elif self._counted:
-            lane.unplaced[name] = have + 1
-        change.add_unplaced(name)
+        self._report_seq = self._seq
+        self.counts.full_reports += 1
+        if self.counts.full_reports == FULL_REPORTS_MIN and not self._entry.full_reports:
+            self._doubt(
+                "clients seem to ask for kv_cache_report_mode=full, which announces blocks that are not there: "
+                "forbid it at the gateway, or set full_reports in the model entry"
+            )
 
     def _removed(self, event: BlockRemoved, origin: int) -> None:
         group = event.group_idx
@@ -274,7 +345,7 @@ class Ledger:
                 change = self._draft(group).open(REMOVED, lane.code, origin)
             left = have - 1 if self._counted else 0
             if block is None:
-                change.add_unplaced(name)
+                change.add_unplaced(name, effective=not left)
                 self._set_unplaced(lane, name, left)
             else:
                 change.add_block(block, name, effective=not left)
@@ -296,8 +367,10 @@ class Ledger:
                     self.lineage.tighten(name)
                 lane.copies.clear()
                 lane.unplaced.clear()
+                lane.opaque.clear()
         changes = tuple(Change(CLEARED, code, self._seq, self._ts, origin=origin) for code in _CLEARS)
-        self._pieces.append(Piece(RANK_WIDE, changes, uncertain=self.take_uncertain()))
+        scheme = self.lineage.chains.finder.take_news()
+        self._pieces.append(Piece(RANK_WIDE, changes, uncertain=self.take_uncertain(), scheme=scheme))
 
     def _move(self, move: Move) -> None:
         """Follow a hash from one block, or from none, to another, or to none. No copy comes or goes."""
@@ -314,6 +387,8 @@ class Ledger:
                 if move.hash not in lane.unplaced:
                     self.lineage.loosen(move.hash)
                 lane.unplaced[move.hash] = lane.unplaced.get(move.hash, 0) + copies
+                if move.now is None:
+                    lane.opaque.add(move.hash)
             if move.now is None or self.lineage.find(move.hash, gpu=lane.gpu) is not move.now:
                 continue
             copies = lane.unplaced.get(move.hash, 0)
@@ -351,6 +426,7 @@ class Ledger:
             lane.unplaced[name] = copies
         else:
             del lane.unplaced[name]
+            lane.opaque.discard(name)
             self.lineage.tighten(name)
 
     def _learn(self, event: BlockStored) -> None:
@@ -421,16 +497,19 @@ class Ledger:
         """Turn the drafts into pieces; the first takes the reasons that nobody was told yet."""
         drafts, self._drafts = self._drafts, {}
         for group, draft in drafts.items():
+            lanes = self._lanes_of(group)
             self._pieces.append(
                 Piece(
                     group,
                     tuple([change.finish(self._seq, self._ts) for change in draft.changes]),
-                    self._unplaced_of(group),
+                    tuple([(lane.code, len(lane.unplaced)) for lane in lanes if lane.unplaced]),
                     draft.spec,
                     self.take_uncertain(),
+                    self.lineage.chains.finder.take_news(),
+                    tuple([(lane.code, len(lane.opaque)) for lane in lanes if lane.opaque]),
                 )
             )
 
-    def _unplaced_of(self, group: int | None) -> tuple[tuple[int, int], ...]:
-        lanes = (self._lanes.get((group, code)) for code in range(len(MEDIA)))
-        return tuple([(lane.code, len(lane.unplaced)) for lane in lanes if lane is not None and lane.unplaced])
+    def _lanes_of(self, group: int | None) -> list[_Lane]:
+        lanes = [self._lanes.get((group, code)) for code in range(len(MEDIA))]
+        return [lane for lane in lanes if lane is not None]

@@ -156,6 +156,10 @@ class Lineage:
             block = self._weak.get(name)
         return block
 
+    def is_ambiguous(self, name: int) -> bool:
+        """Whether a hash was seen under two keys."""
+        return name in self._ambiguous
+
     def place(self, events: Sequence[Event]) -> list[Span | None]:
         """Name whatever the dense events of a batch name, in whatever order their parents come.
 

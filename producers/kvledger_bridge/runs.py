@@ -73,7 +73,7 @@ class OpenChange:
     a chain from its end.
     """
 
-    __slots__ = ("_chain", "_direction", "_effective", "_names", "medium", "op", "origin", "runs", "unplaced")
+    __slots__ = ("_chain", "_direction", "_effective", "_flips", "_names", "medium", "op", "origin", "runs", "unplaced")
 
     def __init__(self, op: int, medium: int, origin: int) -> None:
         self.op = op
@@ -81,6 +81,7 @@ class OpenChange:
         self.origin = origin
         self.runs: list[Run] = []
         self.unplaced = bytearray()
+        self._flips = bytearray()
         self._chain: list[Block] = []
         self._names: list[int] = []
         self._effective: list[bool] = []
@@ -110,15 +111,29 @@ class OpenChange:
         self._names.append(name)
         self._effective.append(effective)
 
-    def add_unplaced(self, name: int) -> None:
-        """A hash without a key."""
+    def add_unplaced(self, name: int, *, effective: bool) -> None:
+        """A hash without a key; ``effective``: it became resident so, or ceased to be."""
+        place = len(self.unplaced) // 8
+        if place % 8 == 0:
+            self._flips.append(0)
+        if effective:
+            self._flips[-1] |= 1 << place % 8
         self.unplaced += _pack_one(name)
 
     def finish(self, seq: int, ts: float) -> Change:
         """The change as the log has it."""
         if self._chain:
             self._close()
-        return Change(self.op, self.medium, seq, ts, tuple(self.runs), bytes(self.unplaced), self.origin)
+        return Change(
+            self.op,
+            self.medium,
+            seq,
+            ts,
+            tuple(self.runs),
+            bytes(self.unplaced),
+            self.origin,
+            bytes(self._flips),
+        )
 
     def _close(self) -> None:
         chain, names, effective = self._chain, self._names, self._effective

@@ -38,9 +38,8 @@ class Finder:
         self.scheme = given
         self.rooted = given is not None
         self.confirmed = False
-        self.contradicted = False
-        """The entry's scheme is not the engine's, which was found all the same."""
         self.given = given
+        self._refuted = False
         self._told = given
         self._blocks = SEARCH_BLOCKS_MAX
         self._events = SEARCH_EVENTS_MAX
@@ -53,6 +52,12 @@ class Finder:
     @property
     def _formed(self) -> bool:
         return self.scheme is not None and self.scheme.extras is not None
+
+    @property
+    def refuted(self) -> bool:
+        """The entry names a scheme that is not the engine's: another one was found, or none fits."""
+        spent = self._events <= 0 or self._blocks <= 0
+        return self._refuted or (self.given is not None and spent and not self.confirmed)
 
     def restart(self) -> None:
         """What was tried in vain was tried in steps of the wrong size."""
@@ -110,7 +115,7 @@ class Finder:
     def _found(self, base: Scheme, fits: list[ExtraForm | None], *, root: bool) -> None:
         form = fits[0] if len(fits) == 1 else base.extras
         if self.given is not None and root and (base.algorithm, base.seed) != (self.given.algorithm, self.given.seed):
-            self.contradicted = True
+            self._refuted = True
         self.rooted = root or self.rooted
         self.confirmed = True
         self.scheme = msgspec.structs.replace(base, extras=form if form is not None else base.extras)

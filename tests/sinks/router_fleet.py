@@ -124,6 +124,20 @@ class Fleet:
         strides = [(block + 1) * ratio - 1 for block in each]
         await self._apply(name, *puts(keys, strides, lane=lane_code(group), medium=medium, add=add), **changes)
 
+    async def store_hashes(
+        self,
+        name: str,
+        hashes: Iterable[int],
+        *,
+        group: int | None = 0,
+        medium: Medium = "gpu",
+        add: bool = True,
+        **changes: Any,
+    ) -> None:
+        """Store (or remove) engine hashes that have no block key; ``unplaced`` and ``opaque`` as in Now."""
+        ops = [Put(add, medium, lane_code(group), each, 0, 0, (each,), 1) for each in hashes]
+        await self._apply(name, *ops, **changes)
+
     async def beat(self, name: str, **changes: Any) -> None:
         """A record without changes; ``unplaced`` as in Now."""
         await self._apply(name, **changes)
@@ -148,11 +162,13 @@ class Fleet:
         card: Card | None = None,
         seq: int | None = None,
         unplaced: tuple[tuple[int, int, int], ...] = (),
+        opaque: tuple[tuple[int, int, int], ...] = (),
+        silent: tuple[tuple[int, int, int], ...] = (),
         at_end: bool = True,
     ) -> None:
         before = self._stamps.get(name, NEVER)
         after = Stamp(7, 7, 1, before.n + 1)
-        now = Now(*after, seq=after.n if seq is None else seq, unplaced=unplaced)
+        now = Now(*after, seq=after.n if seq is None else seq, unplaced=unplaced, opaque=opaque, silent=silent)
         self.log_ms += 1
         unit = RankUnit(
             rank=name,
@@ -196,10 +212,11 @@ class World:
 
 
 @asynccontextmanager
-async def new_world() -> AsyncIterator[World]:
+async def new_world(**options: Any) -> AsyncIterator[World]:
+    """``options`` go to the index."""
     clock = Clock()
     memory = MemoryIndex(clock_ms=clock)
     fleet = Fleet(memory)
     await fleet.start()
-    async with Index(memory, model=MODEL, deadline_seconds=5.0, clock=clock.seconds) as index:
+    async with Index(memory, model=MODEL, deadline_seconds=5.0, clock=clock.seconds, **options) as index:
         yield World(clock, memory, fleet, index)

@@ -17,12 +17,15 @@ ANSWER_TOKENS: Final = (1, 40)
 
 PREFIXES: Final = 4
 SALTS: Final = ("tenant-a", "tenant-b")
-SALTED_SHARE: Final = 0.2
+SALTED_SHARE: Final = 0.12
 RESET_EVERY: Final = 15
 """Requests between two resets, about."""
 
-CONVERSATIONS_MAX: Final = 8
+CONVERSATIONS_MAX: Final = 5
 """How many earlier requests may be continued or repeated; older ones are forgotten, their blocks mostly evicted."""
+
+NEW_BLOCKS_MAX: Final = 5
+"""What follows a shared prefix or an earlier answer, in blocks: short beside what is found, as in real traffic."""
 
 TOKEN_FIRST: Final = 3
 """Below are the marks for begin, end and padding."""
@@ -67,7 +70,8 @@ class Workload:
             raise ValueError(msg)
         self._random = random.Random(self.seed)  # noqa: S311 - a workload is to be the same again
         self._room = self.prompt_tokens_max - ANSWER_TOKENS[1]
-        self._shared = [self._fresh(self._random.randint(1, self._room // 3)) for _ in range(PREFIXES)]
+        least = min(2 * self.block_tokens, self._room // 3)
+        self._shared = [self._fresh(self._random.randint(least, self._room // 3)) for _ in range(PREFIXES)]
         self._last: Job | None = None
 
     def jobs(self) -> Iterator[Job]:
@@ -95,21 +99,24 @@ class Workload:
 
     def _job(self) -> Job:
         draw = self._random
-        kind = draw.choices(("shared", "turn", "repeat", "whole", "fresh"), (34, 28, 16, 12, 10))[0]
+        kind = draw.choices(("shared", "turn", "repeat", "whole", "fresh"), (36, 30, 14, 12, 8))[0]
         salt = draw.choice(SALTS) if draw.random() < SALTED_SHARE else None
         if kind in ("turn", "repeat") and self._turns:
             turn = draw.choice(self._turns)
             tokens, salt = turn.tokens, turn.salt
             if kind == "turn":
-                tokens = tokens + turn.answer + self._fresh(draw.randint(1, 3 * self.block_tokens))
+                tokens = tokens + turn.answer + self._new()
         elif kind == "fresh":
             tokens = self._fresh(draw.randint(1, self._room))
         else:
             prefix = draw.choice(self._shared)
-            tokens = prefix + self._fresh(draw.randint(1, max(1, self._room - len(prefix))))
+            tokens = prefix + self._new()
             if kind == "whole":
                 tokens = tokens[: max(1, len(tokens) // self.block_tokens) * self.block_tokens]
         return Job(tokens[: self._room], salt, draw.randint(*ANSWER_TOKENS))
+
+    def _new(self) -> tuple[int, ...]:
+        return self._fresh(self._random.randint(1, NEW_BLOCKS_MAX * self.block_tokens))
 
     def _fresh(self, count: int) -> tuple[int, ...]:
         return tuple(self._random.randrange(TOKEN_FIRST, self.vocabulary) for _ in range(count))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvledger.stack import LocalKafka, LocalRedis, Stack
 
@@ -27,6 +28,10 @@ for _name in [name for name in os.environ if name.startswith("KVLEDGER_")]:
     del os.environ[_name]
 
 _numbers = itertools.count(1)
+
+# A machine that does other work at the same time is no failure of a property; a blob reproduces those that are.
+settings.register_profile("kvledger", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvledger")
 
 
 class CreateTopics(Protocol):

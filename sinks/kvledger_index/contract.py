@@ -48,7 +48,8 @@ class IndexReader(Protocol):
         """Names of the models that have a catalogue, sorted."""
 
     async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
-        """Holders of a prompt's keys. One round trip, a second one where the prompt leaves a row's path.
+        """Holders of a prompt's keys. One round trip, a second one where the prompt leaves a row's path, or where
+        something of the model changed while it was read.
 
         ``hashes`` are engine hashes (low 64 bits), each looked up as the only key of a row named by itself, in the
         first of these round trips: ``Reading.singles``. They stand there only while they are resident without a block

@@ -247,7 +247,6 @@ class MemoryIndex:
             else:
                 self._store.cards.pop(model, None)
                 self._store.versions.pop(model, None)
-            if not self._store.now.get(model):
                 self._store.now.pop(model, None)
 
     async def models(self) -> list[str]:

@@ -1,6 +1,8 @@
-"""The read end in Redis: read-only scripts (``functions/read.lua``, ``sides.lua``), each one moment of the index.
+"""The read end in Redis: plain commands, so that a router needs no right to write, to load functions or to run scripts.
 
-A router needs no right to write or to load functions.
+Nothing is locked, and no MULTI is used: at maxmemory Redis refuses every command of one, also reads. Instead an answer
+looks at what moves before its rows and behind them. Whatever changes a rank's blocks changes its stamp or the version
+in the same step, so a rank that looks the same both times did not change in between.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from kvledger_index.errors import Corrupt
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
 from kvledger_index.model import GROUP_NONE_LANE, MEDIA
 from kvledger_index.rows import NO_ROW, Holders, RowView, merge, parse_row, parse_side, split_row
-from kvledger_index.server import Script, address_of, connect, failures, fields_of
+from kvledger_index.server import address_of, connect, failures
 from kvledger_index.values import PartitionValue, decode_card, decode_now, decode_partition, pack_keys
 from kvledger_index.views import Catalogue, Claimed, Pulse, RankView, Reading, Segment
 
@@ -27,8 +29,6 @@ CONNECTIONS_MAX = 64
 """Calls under way at once; more wait their turn, within the caller's deadline."""
 
 _KEY_BYTES = 8
-_READ = Script("read.lua")
-_SIDES = Script("sides.lua")
 _SEGMENT_BYTES = SEGMENT_STRIDES * _KEY_BYTES
 _SCAN_COUNT = 1_000
 """Keys that one SCAN visits: about 0.3 ms of Redis."""
@@ -41,6 +41,8 @@ class _First(NamedTuple):
     partitions: list[bytes | None]
     time_ms: int
     rows: list[bytes | None]
+    still: bool
+    """Nothing of the model changed while this was read."""
 
 
 class RedisReader:
@@ -95,7 +97,7 @@ class RedisReader:
 
     async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         """Holders of a prompt's keys and of engine hashes: one round trip, a second one where the prompt leaves a row
-        that has a side.
+        that has a side, or where something of the model changed meanwhile.
         """
         paths = _pieces(pack_keys(keys), _SEGMENT_BYTES)
         segments = len(paths)
@@ -114,10 +116,10 @@ class RedisReader:
         corrupt += bad
         holders = [row.holders for row in rows]
         moved: frozenset[str] = frozenset()
-        leaving = [at for at, row in enumerate(rows) if row.side and row.shared * 8 < len(paths[at])]
-        if leaving:
-            wanted = [(paths[at][:8], paths[at][rows[at].shared * 8 :]) for at in leaving]
-            later, sides = await self._sides(model, wanted)
+        leaving = [at for at, row in enumerate(rows) if row.side and row.shared * _KEY_BYTES < len(paths[at])]
+        if leaving or not first.still:
+            wanted = [(paths[at][:_KEY_BYTES], paths[at][rows[at].shared * _KEY_BYTES :]) for at in leaving]
+            sides, later = await self._second(model, wanted)
             version = later.get(b"v", b"")
             moved = _moved(first.now, later)
             for at, fields in zip(leaving, sides, strict=True):
@@ -129,17 +131,33 @@ class RedisReader:
         return Reading(version, first.time_ms, pulses, views, found[:segments], moved, corrupt, tuple(found[segments:]))
 
     async def _first(self, model: str, numbers: Sequence[int], paths: Sequence[bytes]) -> _First:
-        time, now, partitions, rows = await self._run(
-            _READ, model, str(len(numbers)), *map(str, numbers), *(path[:8] for path in paths)
+        keys = self._keyspace
+        commands: list[tuple[Any, ...]] = [("TIME",), ("HGETALL", keys.now(model))]
+        if numbers:
+            commands.append(("HMGET", keys.partitions, *map(str, numbers)))
+        if paths:
+            commands.append(("MGET", *(keys.row(path[:_KEY_BYTES]) for path in paths)))
+            commands.append(("HMGET", keys.now(model), "v", "t"))
+        answers = await self._pipeline(commands)
+        (seconds, micros), now = answers[:2]
+        return _First(
+            now,
+            answers[2] if numbers else [],
+            int(seconds) * 1000 + int(micros) // 1000,
+            answers[-2] if paths else [],
+            not paths or answers[-1] == [now.get(b"v"), now.get(b"t")],
         )
-        return _First(fields_of(now), partitions, int(time[0]) * 1000 + int(time[1]) // 1000, rows)
 
-    async def _sides(
+    async def _second(
         self, model: str, wanted: Sequence[tuple[bytes, bytes]]
-    ) -> tuple[dict[bytes, bytes], list[list[bytes | None]]]:
-        """What stands in the sides for (first key, keys) and, of the same moment, the model's moving parts."""
-        now, *sides = await self._run(_SIDES, model, *(word for each in wanted for word in each))
-        return fields_of(now), sides
+    ) -> tuple[list[list[bytes | None]], dict[bytes, bytes]]:
+        """What stands in the sides for (first key, keys), and behind that the model's moving parts once more."""
+        keys = self._keyspace
+        commands: list[tuple[Any, ...]] = [
+            ("HMGET", keys.side(first), *_pieces(path, _KEY_BYTES)) for first, path in wanted
+        ]
+        *sides, now = await self._pipeline([*commands, ("HGETALL", keys.now(model))])
+        return sides, now
 
     async def dump(self, model: str | None = None, rank: str | None = None) -> AsyncIterator[Claimed]:
         """Every block claimed by a live slot, in the order that SCAN brings rows; no block twice.
@@ -202,10 +220,15 @@ class RedisReader:
             with failures(self.address):
                 return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py types its arguments, not itself
 
-    async def _run(self, script: Script, *args: bytes | str) -> list[Any]:
+    async def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Several commands in one round trip; others' may run between them."""
         async with self._gate:
             with failures(self.address):
-                return await script.run(self._client, self._keyspace.prefix, *args)
+                async with self._client.pipeline(transaction=False) as pipe:
+                    for command in commands:
+                        pipe.execute_command(*command)
+                    answers: list[Any] = await pipe.execute()
+                    return answers
 
 
 def _pieces(packed: bytes, size: int) -> list[bytes]:
@@ -281,7 +304,7 @@ def _side_masks(fields: Sequence[bytes | None], position: int) -> tuple[dict[tup
 
 def _moved(first: Mapping[bytes, bytes], later: Mapping[bytes, bytes]) -> frozenset[str]:
     """Ranks whose stamp differs between two looks; one that shows in only one of them differs."""
-    names = {name for name in first.keys() | later.keys() if first.get(name) != later.get(name)} - {b"v"}
+    names = {name for name in first.keys() | later.keys() if first.get(name) != later.get(name)} - {b"v", b"t"}
     return frozenset(name.decode() for name in names if _stamp(first.get(name)) != _stamp(later.get(name)))
 
 

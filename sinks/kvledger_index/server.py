@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.resources import files
 from typing import Any, NamedTuple, NoReturn
 
 from redis import exceptions
@@ -48,29 +46,6 @@ def connect(url: str, *, timeout_seconds: float, connections_max: int) -> Redis:
         # the URL may hold a password, so it is not repeated
         raise InvalidInput(f"not a Redis URL (redis://host:port/db, rediss://, unix://path): {error}") from error
     return client
-
-
-class Script:
-    """A read-only Lua script, called by digest; a server that does not know it gets its text, once."""
-
-    def __init__(self, name: str) -> None:
-        """``name`` is a file in ``functions``."""
-        self._text = (files("kvledger_index") / "functions" / name).read_text("utf-8")
-        self._digest = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
-
-    async def run(self, client: Redis, prefix: bytes, *args: bytes | str) -> list[Any]:
-        """Call it with the keyspace's prefix as its key. Raises what the client raises."""
-        try:
-            answer = await client.execute_command("EVALSHA_RO", self._digest, 1, prefix, *args)  # type: ignore[no-untyped-call]  # redis-py
-        except exceptions.NoScriptError:
-            answer = await client.execute_command("EVAL_RO", self._text, 1, prefix, *args)  # type: ignore[no-untyped-call]  # redis-py
-        values: list[Any] = answer
-        return values
-
-
-def fields_of(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    """A hash as scripts return it: field, value, field, value."""
-    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def address_of(client: Redis) -> str:

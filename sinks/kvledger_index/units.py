@@ -128,6 +128,7 @@ class RankUnit(msgspec.Struct, frozen=True):
     """One atomic step of one rank: applied iff the stored stamp equals ``before``.
 
     A stored stamp at or above ``after`` makes the unit a duplicate (ignored); anything else refuses the whole call.
+    A unit that leaves the stamp where it is may only unload (Drop).
     ``state`` is the fold's own blob, handed back unread by ``load``. ``broker_ms`` is the log time of the last record.
     ``card`` None means unchanged.
     """
@@ -216,6 +217,9 @@ def _check_unit(unit: RankUnit, partition: int) -> None:
     check_numbers(partition, *unit.before, *unit.after, unit.broker_ms)
     if unit.after < unit.before:
         raise InvalidInput(f"unit of {unit.rank}: stamp after {tuple(unit.after)} < before {tuple(unit.before)}")
+    if unit.after == unit.before and any(not isinstance(op, Drop) for op in unit.ops):
+        # readers tell by the stamp whether a rank's blocks changed; an unloading shows in the catalogue's version
+        raise InvalidInput(f"unit of {unit.rank} changes blocks and leaves the stamp at {tuple(unit.after)}")
     if unit.card is not None and (unit.card.model, unit.card.partition) != (unit.model, partition):
         have = (unit.card.model, unit.card.partition)
         raise InvalidInput(f"unit of {unit.rank}: card of {have}, unit of {(unit.model, partition)}")

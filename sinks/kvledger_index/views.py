@@ -52,7 +52,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Reading(NamedTuple):
-    """One answer, taken at one moment. ``moved``: ranks whose stamp moved between the two reads of the answer.
+    """One answer, of one moment for every rank but those in ``moved``, whose stamp moved while it was read.
 
     Where ``version`` differs from the catalogue's, only ``version``, ``time_ms`` and ``partitions`` mean anything.
     ``singles`` are the holders of the engine hashes that were asked for, in their order; each has bit 0 only.

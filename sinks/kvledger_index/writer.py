@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from kvledger_index.errors import Corrupt, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
-from kvledger_index.server import Script, address_of, connect, failures, faults, fields_of
+from kvledger_index.server import address_of, connect, failures, faults
 from kvledger_index.units import NONCE_BYTES, Outcome, Progress, Put, Stamp, Step, Stored, check_numbers, check_step
 from kvledger_index.values import (
     NEVER_BYTES,
@@ -35,8 +35,7 @@ TIMEOUT_SECONDS_DEFAULT = 5.0
 CONNECTIONS_MAX = 8
 """Partitions of one worker written at the same time; more callers wait their turn."""
 
-_LOAD = Script("load.lua")
-_LIBRARY_PARTS = ("rows.lua", "apply.lua", "seek.lua")
+_LIBRARY_PARTS = ("rows.lua", "apply.lua", "seek.lua", "load.lua")
 
 
 class Library:
@@ -102,13 +101,11 @@ class RedisWriter:
 
         A value that cannot be read counts as no progress: the partition is rebuilt, which writes it anew.
         """
-        async with self._gate:
-            with failures(self.address):
-                raw, flat = await _LOAD.run(self._client, self._keyspace.prefix, str(partition))
+        raw, flat = await self._fcall("load", str(partition))
         ranks: dict[str, tuple[Stamp, bytes]] = {}
         progress: Progress | None = None
         try:
-            for name, value in fields_of(flat).items():
+            for name, value in zip(flat[::2], flat[1::2], strict=True):
                 rank = decode_rank(value)
                 ranks[name.decode()] = (rank.stamp, rank.state)
             if raw is not None:

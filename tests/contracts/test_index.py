@@ -416,6 +416,7 @@ def broken_steps() -> dict[str, Any]:
         "ops": lambda f: f.step(f.unit(A, *[good] * STEP_OPS_MAX), f.unit(B, good)),
         "rank": lambda f: f.step(f.unit("replica-a")),
         "stamp": lambda f: f.step(f.unit(A, before=Stamp(1, 1, 1, 1), after=Stamp(1, 1, 1, 0))),
+        "blocks without a stamp": lambda f: f.step(f.unit(A, put(PATH), before=f.stamps[A], after=f.stamps[A])),
         "card's model": lambda f: f.step(f.unit(A, card=card("other"))),
         "card's partition": lambda f: f.step(f.unit(A, card=card(partition=1))),
         "no keys": lambda f: f.step(f.unit(A, Put(True, "gpu", 0, 1, 1, 0, (), 0))),

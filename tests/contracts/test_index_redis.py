@@ -361,13 +361,13 @@ async def test_a_rank_that_moves_between_the_two_looks_of_an_answer_is_named(
     await fold.do(A, Bind(), put(PATH), put(branch, 4))
     await fold.do(B, Bind(), put(PATH))
     catalogue = await pair.reader.catalogue(MODEL)
-    look_at_sides = pair.redis_reader._sides
+    look_at_sides = pair.redis_reader._second
 
     async def meanwhile(*args: Any) -> Any:
         await fold.do(A, take(branch, 4))
         return await look_at_sides(*args)
 
-    monkeypatch.setattr(pair.redis_reader, "_sides", meanwhile)
+    monkeypatch.setattr(pair.redis_reader, "_second", meanwhile)
     reading = await pair.reader.read(catalogue, MODEL, branch)
     assert reading.moved == {A}
     assert reading.version == catalogue.version
@@ -383,16 +383,69 @@ async def test_a_catalogue_that_changes_between_the_two_looks_shows_in_the_versi
     branch = [*PATH[:4], 77]
     await fold.do(A, Bind(), put(PATH), put(branch, 4))
     catalogue = await pair.reader.catalogue(MODEL)
-    look_at_sides = pair.redis_reader._sides
+    look_at_sides = pair.redis_reader._second
 
     async def meanwhile(*args: Any) -> Any:
         await fold.do(B, Bind())
         return await look_at_sides(*args)
 
-    monkeypatch.setattr(pair.redis_reader, "_sides", meanwhile)
+    monkeypatch.setattr(pair.redis_reader, "_second", meanwhile)
     reading = await pair.reader.read(catalogue, MODEL, branch)
     assert reading.version == (await pair.reader.catalogue(MODEL)).version != catalogue.version
     assert reading.moved == {B}
+
+
+@pytest.mark.parametrize("after", range(1, 5))
+async def test_a_rank_that_moves_while_an_answer_is_read_is_named(
+    pair: RedisPair, fold: Fold, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Nothing is locked: another client's step may run between any two commands of the first look.
+
+    TIME | now | parts | rows | v and t      A's blocks go behind the first, second, …
+    """
+    await fold.do(A, Bind(), put(PATH))
+    await fold.do(B, Bind(), put(PATH))
+    catalogue = await pair.reader.catalogue(MODEL)
+    pipeline = pair.redis_reader._pipeline
+    looks = 0
+
+    async def interrupted(commands: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks > 1:
+            return await pipeline(commands)
+        first = await pipeline(commands[:after])
+        await fold.do(A, take(PATH))
+        return first + await pipeline(commands[after:])
+
+    monkeypatch.setattr(pair.redis_reader, "_pipeline", interrupted)
+    reading = await pair.reader.read(catalogue, MODEL, PATH)
+    gpu = catalogue.ranks[B].slots[0]
+
+    assert reading.moved == ({A} if after > 1 else frozenset())
+    assert reading.version == catalogue.version
+    assert (gpu, 0, 0xFFFF) in reading.segments[0].holders
+    assert looks == (2 if after > 1 else 1)
+
+
+async def test_an_unloading_while_an_answer_is_read_shows_in_the_version(
+    pair: RedisPair, fold: Fold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may leave the stamp where it is."""
+    await fold.do(A, Bind(), put(PATH))
+    catalogue = await pair.reader.catalogue(MODEL)
+    pipeline = pair.redis_reader._pipeline
+
+    async def interrupted(commands: Any) -> Any:
+        monkeypatch.setattr(pair.redis_reader, "_pipeline", pipeline)
+        first = await pipeline(commands[:3])
+        await fold.do(A, Drop(), before=fold.stamps[A], after=fold.stamps[A])
+        return first + await pipeline(commands[3:])
+
+    monkeypatch.setattr(pair.redis_reader, "_pipeline", interrupted)
+    reading = await pair.reader.read(catalogue, MODEL, PATH)
+
+    assert reading.version == (await pair.reader.catalogue(MODEL)).version != catalogue.version
 
 
 async def test_many_branches_cost_two_round_trips(pair: RedisPair, fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,14 +455,14 @@ async def test_many_branches_cost_two_round_trips(pair: RedisPair, fold: Fold, m
     await fold.do(A, *(put(branch, 8) for branch in branches))
     catalogue = await pair.reader.catalogue(MODEL)
     trips = 0
-    run = pair.redis_reader._run
+    pipeline = pair.redis_reader._pipeline
 
-    async def counted(*args: Any) -> Any:
+    async def counted(commands: Any) -> Any:
         nonlocal trips
         trips += 1
-        return await run(*args)
+        return await pipeline(commands)
 
-    monkeypatch.setattr(pair.redis_reader, "_run", counted)
+    monkeypatch.setattr(pair.redis_reader, "_pipeline", counted)
     await pair.reader.read(catalogue, MODEL, keys)
     assert trips == 1
     reading = await pair.reader.read(catalogue, MODEL, [key for branch in branches for key in branch])

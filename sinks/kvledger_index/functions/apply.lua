@@ -108,8 +108,7 @@ local function renew_versions(pre, touched, version)
       call('HSET', now, 'v', version)
       call('SADD', pre .. 'models', model)
     else
-      call('DEL', cat)
-      call('HDEL', now, 'v')
+      call('DEL', cat, now)
       call('SREM', pre .. 'models', model)
     end
   end
@@ -130,7 +129,8 @@ local function apply_unit(pre, partition, value, args, i, touched)
     if old then call('HSET', cat, rank, sub(old, 1, 4) .. slots .. sub(old, 5 + SLOTS)) end
     touched[model] = true
   end
-  call('HSET', pre .. 'now:' .. model, rank, args[i + 4])
+  -- readers see by `t` whether anything of the model changed while they read
+  call('HSET', pre .. 'now:' .. model, rank, args[i + 4], 't', args[7])
   return args[i + 3] .. slots .. pack('<I2', #model) .. model .. args[i + 5]
 end
 

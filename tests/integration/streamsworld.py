@@ -53,9 +53,9 @@ class WorkerProcess:
         """Any signal."""
         os.kill(self.process.pid, number)
 
-    def stop(self, seconds: float = 15.0) -> int | None:
-        """SIGTERM; its exit code."""
-        self.signal(signal.SIGTERM)
+    def stop(self, seconds: float = 15.0, *, number: signal.Signals = signal.SIGTERM) -> int | None:
+        """Ask it to stop; its exit code."""
+        self.signal(number)
         assert self.process.join(seconds), self.process.obituary("did not stop")
         return self.process.returncode
 

@@ -22,10 +22,10 @@ from kvledger_wire.records import LIVE, SCHEMA, Fence, Heartbeat, Opened, encode
 class InProcess:
     """One engine from its first batch on; one partition."""
 
-    def __init__(self, meta: Meta) -> None:
+    def __init__(self, meta: Meta, *, engine_hashes: bool = True) -> None:
         self.entry = meta.entry()
         self.index = MemoryIndex()
-        self.router = Index(self.index, model=self.entry.model, deadline_seconds=5.0)
+        self.router = Index(self.index, model=self.entry.model, deadline_seconds=5.0, engine_hashes=engine_hashes)
         self.ledger = Ledger(self.entry)
         self.records = 0
         self._n = 0
@@ -65,7 +65,7 @@ class InProcess:
 
     async def predict(self, tokens: Any, *, lora: str | None, salt: str | None, mm: Any) -> Holder:
         """What the router says now."""
-        media = [Media(identifier, offset) for offset, _, identifier in mm or ()]
+        media = [Media(identifier, offset, length) for offset, length, identifier in mm or ()]
         match = await self.router.match(tokens, lora=lora, salt=salt, media=media)
         return next(iter(match))
 

@@ -121,8 +121,7 @@ class Publisher:
         return self._partitions
 
     def start(self) -> None:
-        """Make the producer, and the consumer that sees others' claims from now on. Raises Unavailable."""
-        self._watch_from_end()
+        """Make the producer. Others' claims are read from our first one on: only higher ones matter."""
         self._make_producer()
 
     def rebuild(self) -> None:
@@ -241,8 +240,8 @@ class Publisher:
         }
         self._producer = Producer(self._options(options), logger=_silent)
 
-    def _watch_from_end(self) -> None:
-        consumer = Consumer(
+    def _watch_from(self, offset: int) -> None:
+        self._consumer = Consumer(
             self._options(
                 {
                     "group.id": f"{self._settings.topic_prefix}kvledger.bridge.{self._name}",  # never joined
@@ -253,15 +252,7 @@ class Publisher:
             ),
             logger=_silent,
         )
-        where = TopicPartition(self._settings.replicas_topic, 0)
-        try:
-            _, end = consumer.get_watermark_offsets(where, timeout=self._settings.request_seconds)
-        except KafkaException as error:
-            consumer.close()
-            raise self._unavailable(error) from error
-        where.offset = end
-        consumer.assign([where])
-        self._consumer = consumer
+        self._consumer.assign([TopicPartition(self._settings.replicas_topic, 0, offset)])
 
     def _produce(
         self, topic: str, partition: int, key: bytes, value: bytes, report: Callable[[int, Any, Any], None] | None
@@ -281,7 +272,10 @@ class Publisher:
     def _reporter(self, who: Who, record: EventRecord | ReplicaRecord) -> Callable[[int, Any, Any], None]:
         def report(_generation: int, error: Any, message: Any) -> None:
             if error is None:
-                self._done.append(Delivery(who, record, int(message.offset()), ""))
+                offset = int(message.offset())
+                if isinstance(record, Claim) and self._consumer is None:
+                    self._watch_from(offset + 1)
+                self._done.append(Delivery(who, record, offset, ""))
             else:
                 self._done.append(Delivery(who, record, -1, _name(error)))
 

@@ -1,0 +1,223 @@
+"""A bridge between stand-in engines and a real Kafka, and a reader of what it wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from kvledger_bridge.bridge import Bridge, RankStatus
+from kvledger_bridge.decode import decode_batch
+from kvledger_bridge.discovery import RankConfig
+from kvledger_bridge.ledger import Ledger
+from kvledger_bridge.settings import Settings
+from kvledger_bridge.sockets import Endpoints
+from kvledger_bridge.telemetry import Telemetry
+from kvledger_engine.recording import Meta, Published, read
+from kvledger_engine.standin import StandIn
+from kvledger_index.model import ModelEntry
+from kvledger_wire.accept import Applied, Dropped, Opening, RankState, accept
+from kvledger_wire.partition import parse_key, partition_of
+from kvledger_wire.records import CLEARED, STORED, Run, decode_event
+from kvledger_wire.topics import EVENTS
+
+SECONDS_MAX = 30.0
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+Block = tuple[int | str | None, int, bytes]
+"""(group, medium code, block key)."""
+
+
+def recording(name: str) -> tuple[ModelEntry, list[Published]]:
+    """Model entry and batches of a recorded engine."""
+    meta, *steps = read(FIXTURES / "engine-traces" / f"{name}.jsonl.gz")
+    assert isinstance(meta, Meta)
+    return meta.entry(), [step for step in steps if isinstance(step, Published)]
+
+
+def truth(entry: ModelEntry, batches: list[Published]) -> set[Block]:
+    """What is resident after these batches, by a ledger of our own."""
+    ledger = Ledger(entry)
+    for batch in batches:
+        ledger.apply(batch.seq, decode_batch(batch.payload))
+    return {(group, 0, key.to_bytes(8, "big")) for group in ledger.groups for key in ledger.placed(group).values()}
+
+
+class Rank:
+    """One rank as any reader of the log sees it."""
+
+    def __init__(self) -> None:
+        self.state = RankState()
+        self.blocks: set[Block] = set()
+        self.records: list[Any] = []
+        self.partitions: set[int] = set()
+
+    def take(self, group: int | str | None, record: Any, partition: int, offset: int) -> None:
+        self.records.append(record)
+        self.partitions.add(partition)
+        for effect in accept(self.state, group, record, offset):
+            match effect:
+                case Opening() | Dropped():
+                    self.blocks.clear()
+                case Applied(group=of, changes=changes):
+                    for change in changes:
+                        self._apply(of, change)
+
+    def _apply(self, group: int | str | None, change: Any) -> None:
+        if change.op == CLEARED:
+            self.blocks = {block for block in self.blocks if block[1] != change.medium}
+            return
+        for run in change.runs:
+            for key in _effective(run):
+                block = (group, change.medium, key)
+                if change.op == STORED:
+                    self.blocks.add(block)
+                else:
+                    self.blocks.discard(block)
+
+    def kinds(self) -> list[str]:
+        return [type(record).__name__ for record in self.records]
+
+    def of(self, kind: type) -> list[Any]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+
+def _effective(run: Run) -> Iterator[bytes]:
+    for i in range(len(run.keys) // 8):
+        if run.effective >> i & 1:
+            yield run.keys[8 * i : 8 * i + 8]
+
+
+class LogReader:
+    """Reads every partition of the event topic from the start and keeps on reading."""
+
+    def __init__(self, kafka: str, prefix: str, partitions: int) -> None:
+        self.topic = prefix + EVENTS
+        self.partitions = partitions
+        self.ranks: dict[str, Rank] = {}
+        self._consumer = Consumer(
+            {"bootstrap.servers": kafka, "group.id": "none", "enable.auto.commit": False, "log_level": 0}
+        )
+        self._consumer.assign([TopicPartition(self.topic, p, 0) for p in range(partitions)])
+
+    def poll(self, seconds: float = 0.1) -> None:
+        for message in self._consumer.consume(1000, timeout=seconds):
+            if message.error() is None:
+                key = parse_key(message.key())
+                rank = self.ranks.setdefault(key.rank_id, Rank())
+                rank.take(key.group, decode_event(message.value()), message.partition(), message.offset())
+                assert message.partition() == partition_of(key.replica, key.rank, self.partitions)
+
+    def until(self, rank: str, seq: int, digest_of_life: int = 0, seconds: float = SECONDS_MAX) -> Rank:
+        """Read until the rank covers ``seq``, in a life of at least that count of its owner."""
+        end = time.monotonic() + seconds
+        while True:
+            have = self.ranks.get(rank)
+            if have and have.state.loaded and have.state.seq >= seq and not have.state.suspended:
+                return have
+            assert time.monotonic() < end, (rank, seq, have and have.kinds()[-10:], have and have.state.seq)
+            self.poll()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+class Setup:
+    """Engines by rank, and bridges that follow all of them; everything is closed at the end."""
+
+    def __init__(self, kafka: str, prefix: str, partitions: int = 4, **options: Any) -> None:
+        self.kafka = kafka
+        self.prefix = prefix
+        self.partitions = partitions
+        self.options = options
+        self.engines: dict[tuple[str, int], StandIn] = {}
+        self.entries: dict[tuple[str, int], ModelEntry] = {}
+        self.logs: dict[str, io.StringIO] = {}
+        self._bridges: list[Bridge] = []
+        self._readers: list[LogReader] = []
+
+    def engine(self, entry: ModelEntry, replica: str = "r", rank: int = 0, **options: Any) -> StandIn:
+        engine = StandIn(**options).start()
+        self.engines[replica, rank] = engine
+        self.entries[replica, rank] = entry
+        return engine
+
+    def ranks(self) -> list[RankConfig]:
+        return [
+            RankConfig(*who, self.entries[who], Endpoints(engine.data, engine.replay))
+            for who, engine in self.engines.items()
+        ]
+
+    def settings(self, **options: Any) -> Settings:
+        return Settings(kafka=self.kafka, topic_prefix=self.prefix, **(self.options | options))
+
+    def bridge(self, *, start: bool = True, **options: Any) -> Bridge:
+        stream = io.StringIO()
+        bridge = Bridge(self.settings(**options), self.ranks(), telemetry=Telemetry(stream))
+        self.logs[bridge.name] = stream
+        self._bridges.append(bridge)
+        return bridge.start() if start else bridge
+
+    def reader(self) -> LogReader:
+        self._readers.append(LogReader(self.kafka, self.prefix, self.partitions))
+        return self._readers[-1]
+
+    def lines(self, bridge: Bridge, code: str | None = None) -> list[dict[str, Any]]:
+        said = [json.loads(line) for line in self.logs[bridge.name].getvalue().splitlines()]
+        return [line for line in said if code in {None, line["event"]}]
+
+    def messages(self, topic: str, count: int) -> list[Any]:
+        """The first ``count`` messages of a topic of one partition."""
+        consumer = Consumer({"bootstrap.servers": self.kafka, "group.id": "none", "log_level": 0})
+        consumer.assign([TopicPartition(self.prefix + topic, 0, 0)])
+        found: list[Any] = []
+        end = time.monotonic() + SECONDS_MAX
+        while len(found) < count:
+            assert time.monotonic() < end, len(found)
+            found += [m for m in consumer.consume(100, timeout=0.2) if m.error() is None]
+        consumer.close()
+        return found
+
+    def admin(self) -> Any:
+        return AdminClient({"bootstrap.servers": self.kafka, "log_level": 0})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for bridge in self._bridges:
+            bridge.abort()
+        for bridge in self._bridges:
+            if bridge.error is None:
+                assert bridge.join(SECONDS_MAX)
+        for engine in self.engines.values():
+            engine.stop()
+        for reader in self._readers:
+            reader.close()
+
+
+def status(bridge: Bridge, rank: int = 0) -> RankStatus:
+    """Where one of its ranks stands."""
+    return bridge.status()[rank]
+
+
+def play(engine: StandIn, batches: list[Published], *, own_sequence: bool = True) -> None:
+    """Publish batches as they were recorded, or with the engine's next sequences."""
+    for batch in batches:
+        engine.publish(batch.payload, batch.topic, batch.seq if own_sequence else None)
+
+
+def rewritten(batch: Published, rank: int) -> bytes:
+    """The payload with another data-parallel rank."""
+    ts, events, _ = msgspec.msgpack.decode(batch.payload)
+    return msgspec.msgpack.encode([ts, events, rank])

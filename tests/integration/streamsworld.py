@@ -49,13 +49,13 @@ class WorkerProcess:
         """SIGKILL."""
         self.process.kill()
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Any signal."""
         os.kill(self.process.pid, number)
 
     def stop(self, seconds: float = 15.0, *, number: signal.Signals = signal.SIGTERM) -> int | None:
         """Ask it to stop; its exit code."""
-        self.signal(number)
+        self.send(number)
         assert self.process.join(seconds), self.process.obituary("did not stop")
         return self.process.returncode
 

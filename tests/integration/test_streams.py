@@ -26,7 +26,7 @@ from kvledger_wire.records import decode_event
 
 
 @pytest.fixture
-def world(  # noqa: PLR0917 - fixtures come by name
+def world(
     kafka: str, redis_url: str, topic_prefix: str, namespace: str, create_topics: Any, tmp_path: Path
 ) -> Iterator[Installation]:
     """An installation with empty topics, gone with all its workers after the test."""

@@ -117,9 +117,9 @@ async def test_a_second_signal_ends_it_at_once(make: Make, kafka: str, redis_ser
     worker.wait("partition_caught_up", count=PARTITIONS)
     _signal(server, signal.SIGSTOP)
     try:
-        worker.signal(signal.SIGTERM)
+        worker.send(signal.SIGTERM)
         worker.wait("worker_stopping")
-        worker.signal(signal.SIGTERM)
+        worker.send(signal.SIGTERM)
         ended = worker.process.join(10)
     finally:
         _signal(server, signal.SIGCONT)
@@ -192,7 +192,7 @@ async def test_a_log_that_retention_cut_below_a_running_worker_is_rebuilt_not_ju
     worker = world.worker()
     await eventually_async(world.is_true, 30)
     home = world.place(writer.id.encode() + b"/0")
-    worker.signal(signal.SIGSTOP)
+    worker.send(signal.SIGSTOP)
     for _ in range(5):
         writer.beat()
         world.push()  # the first may be the answer to a fetch that is under way
@@ -201,7 +201,7 @@ async def test_a_log_that_retention_cut_below_a_running_worker_is_rebuilt_not_ju
     world.act(rnd, 50)
     world.push()
     world.forget(home, end)
-    worker.signal(signal.SIGCONT)
+    worker.send(signal.SIGCONT)
     await eventually_async(world.is_true, 30)
 
     assert any(line["partition"] == home and line["restart"] == end for line in worker.lines("partition_placed"))

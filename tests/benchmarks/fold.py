@@ -88,9 +88,7 @@ def pure(records: int, workload: str) -> dict[str, object]:
     return row_of("fold alone", workload, len(rows), tally.ops, steps, seconds)
 
 
-def row_of(  # noqa: PLR0917 - a row has as many columns
-    what: str, workload: str, records: int, ops: int, steps: int, seconds: float
-) -> dict[str, object]:
+def row_of(what: str, workload: str, records: int, ops: int, steps: int, seconds: float) -> dict[str, object]:
     """One line of the table."""
     return {
         "what": what,

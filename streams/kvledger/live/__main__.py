@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from kvledger.errors import BadInput, CommandError
+from kvledger.errors import EXIT_INTERRUPTED, BadInput, CommandError, exit_code
 from kvledger.live.engine import Engine
 from kvledger.live.environment import VERSION_DEFAULT, installed, prepare
 from kvledger.live.families import BLOCK_TOKENS, FAMILIES, MODEL_TOKENS_MAX, VOCABULARY
@@ -119,4 +119,7 @@ if __name__ == "__main__":
         sys.exit(main())
     except CommandError as error:
         _say(str(error))
-        sys.exit(2 if isinstance(error, BadInput) else 1)
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        _say("stopped; nothing is left running")
+        sys.exit(EXIT_INTERRUPTED)

@@ -62,6 +62,7 @@ class Engine:
         self._python, self._folder, self._progress = python, folder, progress
         self._log = folder / "engine.log"
         self._child: asyncio.subprocess.Process | None = None
+        self._serves = False
 
     async def start(self) -> Ready:
         """Start it and wait until it serves; about a minute."""
@@ -84,7 +85,9 @@ class Engine:
                 limit=LINE_BYTES_MAX,
                 start_new_session=True,
             )
-        return msgspec.convert(await self._read(START_SECONDS_MAX, "ready"), Ready)
+        ready = msgspec.convert(await self._read(START_SECONDS_MAX, "ready"), Ready)
+        self._serves = True
+        return ready
 
     async def ask(self, job: Job) -> Reply:
         """Run one request to its end."""
@@ -100,11 +103,11 @@ class Engine:
             raise Unavailable(self._obituary("refused to reset its prefix cache"))
 
     async def stop(self) -> None:
-        """End it: its standard input ends, and what is left after a while is killed."""
+        """End it: its standard input ends, and what is left after a while is killed; at once where it only loads."""
         child = self._child
         if child is None:
             return
-        if child.returncode is None and child.stdin is not None:
+        if self._serves and child.returncode is None and child.stdin is not None:
             child.stdin.close()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), STOP_SECONDS_MAX)

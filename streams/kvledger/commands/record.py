@@ -37,9 +37,14 @@ QUIET_SECONDS_ALONE: Final = 0.5
 """Without a replay endpoint nobody can be asked whether that was all."""
 
 EPILOG: Final = """\
-Start the server with: vllm serve MODEL --enable-prompt-tokens-details --kv-events-config '{"enable_kv_cache_events": \
-true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}', and record while nothing \
-else uses it. A recording holds token ids and salts of the requests: keep it like the prompts themselves. \
+Start the server with
+
+  vllm serve MODEL --enable-prompt-tokens-details --kv-events-config \\
+    '{"enable_kv_cache_events": true, "publisher": "zmq",
+      "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+
+and record from its first request on, while nothing else uses it.
+A recording holds token ids and salts of the requests: keep it like the prompts themselves.
 Exit code: 0 recorded, 1 the server is not there or does not report cached tokens, 2 bad input.
 """
 
@@ -65,9 +70,10 @@ Answered = Callable[[Sequence[int]], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``kvledger record``."""
     parser.description = (
-        "Send requests to an OpenAI-compatible vLLM server, one at a time, and write what its engine published beside "
-        "the number of tokens that it found cached. 'kvledger verify FILE' then shows whether kvledger predicts them."
+        "Send requests to an OpenAI-compatible vLLM server, one at a time, and write what its\nengine published beside "
+        "the number of tokens that it found cached. 'kvledger verify FILE'\nthen shows whether kvledger predicts them."
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the server's command is to be copied
     parser.epilog = EPILOG
     parser.add_argument("--endpoint", required=True, metavar="URL", help="the server: http://HOST:PORT")
     parser.add_argument(

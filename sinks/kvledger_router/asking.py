@@ -56,9 +56,10 @@ def plan(roster: Roster, stride: int, prompt: Prompt, names: frozenset[str]) -> 
     if not names:
         return Plan(stride, {}, ())
     ways = {
-        way_of(seat, prompt): None  # in order, each once
+        way: None  # in order, each once
         for seat in roster.seats
         if seat.name in names and seat.card.stride == stride and not obstacle_of(seat, prompt)
+        for way in ways_of(seat, prompt)
     }
     spans: dict[Way, tuple[int, int]] = {}
     hashes: list[int] = []
@@ -74,9 +75,9 @@ def obstacle_of(seat: Seat, prompt: Prompt) -> str:
     return "; ".join(seat.rule.faults) or prompt.obstacle(seat.card.scheme, seat.rule.hash_block)
 
 
-def way_of(seat: Seat, prompt: Prompt) -> Way:
-    """How a rank's engine names the prompt; only without an obstacle."""
-    return prompt.way(seat.card.scheme or Scheme(), seat.rule.hash_block, seat.every)
+def ways_of(seat: Seat, prompt: Prompt) -> tuple[Way, ...]:
+    """How a rank's engine may name the prompt; only without an obstacle."""
+    return prompt.ways(seat.card.scheme or Scheme(), seat.rule.hash_block, seat.every)
 
 
 def asked_of(seat: Seat, prompt: Prompt, pulse: Pulse | None, asked: Plan, *, switched_on: bool) -> Asked:
@@ -86,21 +87,21 @@ def asked_of(seat: Seat, prompt: Prompt, pulse: Pulse | None, asked: Plan, *, sw
     obstacle = obstacle_of(seat, prompt) if switched_on else SWITCHED_OFF
     if obstacle:
         return Asked(None, obstacle)
-    span = asked.spans.get(way_of(seat, prompt))
-    if span is None:
+    spans = [asked.spans.get(way) for way in ways_of(seat, prompt)]
+    if None in spans:
         return Asked(None, "it came to need it while it was read")
-    return Asked(span[1] - span[0])
+    return Asked(sum(span[1] - span[0] for span in spans if span))
 
 
 def add_found(found: dict[int, Held], reading: Reading, asked: Plan, roster: Roster, prompt: Prompt) -> None:
-    """Add what was found by engine hash to what each seat holds; its own way alone counts for it."""
+    """Add what was found by engine hash to what each seat holds; its own ways alone count for it."""
     seats: dict[Way, set[int]] = {way: set() for way in asked.spans}
     for number, seat in enumerate(roster.seats if seats else ()):
         if seat.card.stride != asked.stride or not needs(reading.pulses.get(seat.name)) or obstacle_of(seat, prompt):
             continue
-        way = way_of(seat, prompt)
-        if way in seats:
-            seats[way].add(number)
+        for way in ways_of(seat, prompt):
+            if way in seats:
+                seats[way].add(number)
     for way, (start, stop) in asked.spans.items():
         owners = {slot: where for slot, where in roster.slots.items() if where[0] in seats[way]}
         gather_singles(found, reading.singles[start:stop], owners, way.every // asked.stride)

@@ -1,7 +1,8 @@
 """A validated prompt: its block keys per stride and, for ranks that need them, the engine's own hashes (ADR 5). Pure.
 
-way         how one engine names this prompt: its scheme, as far as the prompt's content makes it matter, the hash
-            block size h, and at which lengths its groups' entries can end
+way         how one engine may name this prompt: its scheme, as far as the prompt's content makes it matter, the hash
+            block size h, and at which lengths its groups' entries can end. Several where the form of extra keys is
+            not known: one per form that there is
 obstacle    why this prompt's hashes cannot be computed under a scheme
 """
 
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvledger_index.blockkeys import extend, root_key, token_bytes
-from kvledger_index.enginehash import Item, Namespace, Scheme, chain, low64
+from kvledger_index.enginehash import EXTRA_FORMS, Item, Namespace, Scheme, chain, low64
 from kvledger_index.errors import InvalidInput
 
 PROMPT_TOKENS_MAX = 2**20
@@ -82,18 +83,25 @@ class Prompt:
         return "" if self._plain else self._obstacle_of_extras(scheme)
 
     def _obstacle_of_extras(self, scheme: Scheme) -> str:
-        if scheme.extras is None:
-            return "the form of the engine's extra keys is not known: name hash_scheme.extras in the model entry"
         if any(item.length is None for item in self._media):
             return "the length of a multimodal item is not known: give Media.length"
-        if self._lora is not None and scheme.extras == "tagged" and self._lora not in dict(scheme.paths):
+        if self._lora is not None and scheme.extras in {"tagged", None} and self._lora not in dict(scheme.paths):
             return "the path of the LoRA adapter is not known: name hash_scheme.paths in the model entry"
         return ""
 
-    def way(self, scheme: Scheme, hash_block: int, every: int) -> Way:
-        """Equal for engines that name this prompt alike: what a plain prompt does not touch does not matter."""
-        plain = msgspec.structs.replace(scheme, extras=None, paths=())
-        return Way(plain if self._plain else scheme, hash_block, every)
+    def ways(self, scheme: Scheme, hash_block: int, every: int) -> tuple[Way, ...]:
+        """Equal for engines that name this prompt alike: what a plain prompt does not touch does not matter.
+
+        Without a known form of extra keys, one per form of :data:`EXTRA_FORMS`, which is every release's so far.
+        """
+        if self._plain:
+            return (Way(msgspec.structs.replace(scheme, extras=None, paths=()), hash_block, every),)
+        if scheme.extras is not None:
+            return (Way(scheme, hash_block, every),)
+        forms = (
+            EXTRA_FORMS if self._media else [form for form in EXTRA_FORMS if form != "offsets"]
+        )  # they are bare then
+        return tuple(Way(msgspec.structs.replace(scheme, extras=form), hash_block, every) for form in forms)
 
     def hashes(self, way: Way) -> tuple[int, ...]:
         """The engine's hashes (low 64 bits) of the prefixes of ``every``, 2 x ``every``, … tokens; computed once.

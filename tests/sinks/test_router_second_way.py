@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router_fleet import FULL, PROMPT, WINDOW, Clock, Fleet, World, new_world, only, prompt
 from test_hits import STRIDE, Case, bits_of, cases, h_of
 
-from kvledger_index.enginehash import Item, Namespace, Scheme, chain, low64
+from kvledger_index.enginehash import ExtraForm, Item, Namespace, Scheme, chain, low64
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec
 from kvledger_index.views import Catalogue, Reading
@@ -220,7 +220,7 @@ async def test_a_plain_prompt_has_one_chain_whatever_adapters_its_engines_know(
     ("scheme", "asked", "why"),
     [
         (None, {}, "not known how the engine hashes"),
-        (Scheme("sha256", "0"), {"salt": "s"}, "extra keys is not known"),
+        (Scheme("sha256", "0"), {"lora": "stranger"}, "path of the LoRA adapter"),
         (SCHEME, {"media": [Media("image", 3)]}, "length of a multimodal item"),
         (SCHEME, {"lora": "stranger"}, "path of the LoRA adapter"),
     ],
@@ -246,6 +246,20 @@ async def test_an_adapters_path_does_not_matter_before_it_was_hashed(world: Worl
     holder = only(await world.index.match(PROMPT, lora="stranger"))
 
     assert (holder.hit_tokens, holder.status) == (64, "exact")
+
+
+@pytest.mark.parametrize("form", ["tagged", "offsets", "bare"])
+async def test_where_the_form_of_extra_keys_is_not_known_each_is_asked_for(world: World, form: ExtraForm) -> None:
+    names = named(PROMPT, scheme=Scheme("sha256", "0", form), namespace=Namespace(None, "s"))
+    item = Item("image", 20, 4)
+    pictured = named(PROMPT, scheme=Scheme("sha256", "0", form), items=[item])
+    await world.fleet.open(A, scheme=Scheme("sha256", "0"))
+    await world.fleet.store_hashes(A, [*names[:4], *pictured[1:3], *pictured[:1]], unplaced=((0, 0, 7),))
+    salted = only(await world.index.match(PROMPT, salt="s"))
+    media = only(await world.index.match(PROMPT, media=[Media("image", 20, 4)]))
+
+    assert (salted.hit_tokens, salted.status) == (64, "exact")
+    assert (media.hit_tokens, media.status) == (48, "exact")
 
 
 async def test_explain_says_what_the_second_way_did(world: World) -> None:

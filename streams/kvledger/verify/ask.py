@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvledger.verify.check import media_of
 from kvledger.verify.pipeline import Pipeline, RunningEngine
 from kvledger_engine.errors import BadRecording
 from kvledger_engine.recording import Ask, Meta, Published, Step, parse
@@ -67,5 +66,5 @@ async def _step(engine: RunningEngine | None, step: Step, number: int) -> Reply 
     if isinstance(step, Published):
         await engine.publish(step)
         return None
-    found = await engine.predict(step.tokens, lora=step.lora, salt=step.salt, media=media_of(step.mm))
+    found = await engine.predict(step.tokens, lora=step.lora, salt=step.salt, media=step.mm or ())
     return Reply(step.id, found.hit_tokens, found.status, found.as_of)

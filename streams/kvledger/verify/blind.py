@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from kvledger_bridge.decode import decode_batch
 from kvledger_bridge.errors import Undecodable
 from kvledger_bridge.ledger import Ledger
-from kvledger_index.blockkeys import Extra, prompt_keys
+from kvledger_engine.recording import Media
+from kvledger_index.blockkeys import prompt_keys
 from kvledger_index.model import ModelEntry
 from kvledger_wire.records import CLEARED, LIVE, STORED, Change
 
@@ -50,9 +51,10 @@ class BlindIndex:
             else:
                 self._held -= named
 
-    def predict(self, tokens: Sequence[int], *, lora: str | None, salt: str | None, media: Sequence[Extra] = ()) -> int:
+    def predict(self, tokens: Sequence[int], *, lora: str | None, salt: str | None, media: Sequence[Media] = ()) -> int:
         """Tokens of the longest prefix of known blocks, capped like the engine's own answer at all but one token."""
-        keys = prompt_keys(self._entry.model, tokens, self._entry.stride, lora=lora, salt=salt, media=media)
+        extras = [(offset, identifier) for offset, _, identifier in media]
+        keys = prompt_keys(self._entry.model, tokens, self._entry.stride, lora=lora, salt=salt, media=extras)
         step = self._block // self._entry.stride
         hit = 0
         for last in range(step - 1, len(keys), step):

@@ -10,19 +10,13 @@ from kvledger.verify.blind import BlindIndex
 from kvledger.verify.pipeline import Pipeline, RunningEngine
 from kvledger.verify.report import Comparison, Report
 from kvledger_engine.errors import BadRecording
-from kvledger_engine.recording import Begin, Media, Meta, Probe, Published, Request, Reset, Step, read
-from kvledger_index.blockkeys import Extra
+from kvledger_engine.recording import Begin, Meta, Probe, Published, Request, Reset, Step, read
 
 Watch = Callable[[Report, Comparison], None]
 """Called after each prediction, for progress."""
 
 Start = Callable[[Meta], Awaitable[RunningEngine]]
 """How a recording's engine comes to be."""
-
-
-def media_of(items: tuple[Media, ...] | None) -> tuple[Extra, ...]:
-    """(offset, length, identifier) of a recording as (position, identifier) of a query."""
-    return tuple((offset, identifier) for offset, _, identifier in items or ())
 
 
 async def check(pipeline: Pipeline, path: Path, *, blind: bool = False, watch: Watch | None = None) -> Report:
@@ -118,7 +112,7 @@ class _Walk:
             self._blind.apply(batch.seq, batch.payload)
 
     async def _predict(self, asked: Request | Probe, actual: int | None) -> None:
-        media = media_of(asked.mm)
+        media = asked.mm or ()
         answer = await self._running().predict(asked.tokens, lora=asked.lora, salt=asked.salt, media=media)
         self._number += 1
         blind = None

@@ -27,9 +27,9 @@ from redis.exceptions import RedisError
 from kvledger.admin import connect, create_topics
 from kvledger.errors import Unavailable
 from kvledger.stack import Process, Progress, Stack, silent
+from kvledger_engine.recording import Media as Item
 from kvledger_engine.recording import Meta, Published
 from kvledger_engine.standin import StandIn
-from kvledger_index.blockkeys import Extra
 from kvledger_index.model import ModelEntry
 from kvledger_router import Holder, Index, Match, Media
 from kvledger_wire.topics import topic_specs
@@ -171,10 +171,10 @@ class Followed:
         self.published += 1
 
     async def predict(
-        self, tokens: Sequence[int], *, lora: str | None = None, salt: str | None = None, media: Sequence[Extra] = ()
+        self, tokens: Sequence[int], *, lora: str | None = None, salt: str | None = None, media: Sequence[Item] = ()
     ) -> Answer:
         """What the index says of this engine once all that it published is visible there."""
-        items = [Media(identifier, position) for position, identifier in media]
+        items = [Media(identifier, position, length) for position, length, identifier in media]
         holder = await self._visible(tokens, lora, salt, items)
         return Answer(holder.hit_tokens, holder.status, -1 if holder.as_of is None else holder.as_of, holder.reason)
 

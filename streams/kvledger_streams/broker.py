@@ -7,13 +7,13 @@ import logging
 import time
 from collections.abc import Awaitable, Collection, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, ResourceType
 
 from kvledger_streams.errors import Unavailable
-from kvledger_streams.progress import Bounds
+from kvledger_streams.progress import Bounds, Topic
 from kvledger_wire.errors import WrongTopic
 from kvledger_wire.topics import TopicSpec, differences
 
@@ -24,13 +24,6 @@ Retention is the operator's."""
 
 NEW_TOPIC_SECONDS = 2.0
 """For a topic that was created right before us to be known to every broker."""
-
-
-class Topic(NamedTuple):
-    """A topic as it is now; ``id`` differs from that of an earlier topic of the same name."""
-
-    id: str
-    partitions: int
 
 
 class Broker:

@@ -18,6 +18,13 @@ import msgspec
 from kvledger_index.units import Progress
 
 
+class Topic(NamedTuple):
+    """A topic as it is now; ``id`` differs from that of an earlier topic of the same name."""
+
+    id: str
+    partitions: int
+
+
 class Bounds(NamedTuple):
     """What a partition's log holds: offsets ``start`` <= o < ``end``. ``newest_ms``: the newest log time known."""
 

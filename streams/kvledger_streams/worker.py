@@ -19,10 +19,9 @@ from typing import NamedTuple, Protocol
 from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES
-from kvledger_streams.broker import Topic
 from kvledger_streams.errors import Unavailable, UnreadableState
 from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, fresh, resume
-from kvledger_streams.progress import Bounds, plan, rebuild
+from kvledger_streams.progress import Bounds, Topic, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_wire.errors import WrongTopic

@@ -15,8 +15,8 @@ from kvledger_index.errors import Refused
 from kvledger_index.errors import Unavailable as RedisUnavailable
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Outcome, Step
-from kvledger_streams.broker import Topic
 from kvledger_streams.errors import Unavailable
+from kvledger_streams.progress import Topic
 from kvledger_streams.worker import Batch
 from kvledger_wire.errors import WrongTopic
 

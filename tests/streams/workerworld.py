@@ -14,8 +14,7 @@ from ranklog import RankLog, prompt
 
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Outcome, Step, Stored
-from kvledger_streams.broker import Topic
-from kvledger_streams.progress import Bounds
+from kvledger_streams.progress import Bounds, Topic
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_streams.worker import Batch, Worker

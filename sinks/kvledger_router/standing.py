@@ -9,8 +9,9 @@ Everything that holds for a rank is noted; the first status of this order that h
                the log's end; not heard of within ``fresh_seconds_max``
     uncertain  the bridge says why; clients may ask for full reports; a group has no    may be over; 0 where the rule
                rule; GPU blocks outside the groups; it moved while it was read          cannot be applied
-    at_least   the life began before we listened (partial); unplaced hashes could       never over
-               lengthen this hit; a stored row was unreadable; the prompt was cut
+    at_least   the life began before we listened (partial); unplaced hashes that could  never over
+               not be asked for could lengthen this hit; a stored row was unreadable;
+               the prompt was cut
     exact      none of these                                                            the engine's own at ``as_of``
 
 A rank is *gone* iff the stamp of its partition's worker at the log's end is more than the lease newer than the rank's

@@ -109,7 +109,7 @@ def test_tokens_may_come_from_stdin(
 
 
 def test_salt_and_media_are_part_of_the_prompt(index: None, match: Match) -> None:
-    media = json.dumps([{"identifier": "image", "offset": 4}])
+    media = json.dumps([{"identifier": "image", "offset": 4, "length": 12}])
     _, out, _ = match("--json", "--salt", "tenant", "--media", media)
     _, other, _ = match("--json", "--salt", "tenant", "--lora", "adapter", "--media", media)
 
@@ -162,6 +162,7 @@ def test_no_opinion_is_said_in_the_table_too(match: Match) -> None:
         ((), "-5", "0..4294967295"),
         (("--media", "[[1, 2]]"), None, "--media"),
         (("--media", '[{"identifier": "i", "offset": -4}]'), None, "offset -4"),
+        (("--media", '[{"identifier": "i", "offset": 4, "length": 0}]'), None, "length 0"),
         (("--deadline", "0"), None, "--deadline 0"),
         (("--redis", "kafka://host"), None, "not a Redis URL"),
         (("--namespace", "a b"), None, "namespace"),

@@ -39,7 +39,7 @@ def tell(match: Match) -> list[tuple[str, int | None, int, int, Status, int | No
 
 async def ask_about_images(index: Index, tokens: Sequence[int], candidates: set[str]) -> Holder | None:
     """Any sequence of token ids, multimodal items by position, some replicas only, also those that may be over."""
-    match = await index.match(tokens, media=[Media(identifier="sha256:…", offset=4)], replicas=candidates)
+    match = await index.match(tokens, media=[Media("sha256:…", 4, length=256)], replicas=candidates)
     assert_type(match.holders, tuple[Holder, ...])
     return match.best(include_uncertain=True)
 

@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--media",
         metavar="JSON",
-        help='multimodal items: [{"identifier": "…", "offset": 4}, …], offset = position of the first placeholder',
+        help='multimodal items: [{"identifier": "…", "offset": 4, "length": 256}, …], offset = position of the first '
+        "placeholder, length = how many there are; without it, what needs engine hashes gets a lower bound only",
     )
     parser.add_argument(
         "--replica", action="append", metavar="R", help="ask for this replica; may be repeated (default: all)"
@@ -142,7 +143,7 @@ def read_media(text: str | None) -> list[Media]:
     try:
         return msgspec.json.decode(text, type=list[Media])
     except msgspec.DecodeError as error:
-        raise BadInput(f'--media is no [{{"identifier": "…", "offset": 4}}, …]: {error}') from error
+        raise BadInput(f'--media is no [{{"identifier": "…", "offset": 4, "length": 256}}, …]: {error}') from error
 
 
 def _as_json(found: Explanation) -> str:
@@ -168,6 +169,7 @@ def _report(rank: RankReport) -> dict[str, Any]:
         "alignment": rank.alignment,
         "unplaced": rank.unplaced,
         "hit_tokens_max": rank.hit_tokens_max,
+        "engine_hashes": rank.engine_hashes,
         "notes": [note._asdict() for note in rank.notes],
         "groups": [ending._asdict() for ending in rank.endings],
     }
@@ -218,6 +220,7 @@ def _explained(rank: RankReport) -> Iterator[str]:
         f"{rank.holder.replica}/{rank.holder.rank}: stride {rank.stride}, hits in steps of {rank.alignment}, "
         f"{rank.unplaced} unplaced hashes"
     )
+    yield f"  {rank.engine_hashes}"
     for note in rank.notes:
         yield f"  {note.status}: {note.why}"
     for ending in rank.endings:

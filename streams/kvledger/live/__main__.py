@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -58,9 +59,18 @@ async def _all(
             prompt_tokens_max=MODEL_TOKENS_MAX,
         )
         engine = Engine(python, family, work, progress=_say)
-        report = await run_family(pipeline, engine, workload, out, watch=_watch)
+        hits = Counter[bool]()
+
+        def watch(report: Report, one: Comparison, hits: Counter[bool] = hits) -> None:
+            hits[bool(one.actual)] += not one.after_reset
+            _watch(report, one)
+
+        report = await run_family(pipeline, engine, workload, out, watch=watch)
         reports.append(report)
-        _say(f"{family}: {report.exact} of {report.answered} exact, {report.called_exact} called exact; wrote {out}")
+        _say(
+            f"{family}: {report.exact} of {report.answered} exact, {report.called_exact} called exact; "
+            f"{hits[True]} found something cached; wrote {out}"
+        )
         if args.verify:
             _say(f"{family}: the recording through 'kvledger verify'")
             reports.append(await check(pipeline, out))

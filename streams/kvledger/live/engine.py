@@ -185,6 +185,10 @@ SWITCHES: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, whose scheduler can be asked for its groups
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # one thread, on any core: a tiny model gains nothing from more, and threads that wait for each other on cores that
+    # the pipeline uses too turn a tenth of a second into ten
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TOKENIZERS_PARALLELISM": "false",
 }
 """What an engine of ours finds in its environment, beside what we have ourselves."""

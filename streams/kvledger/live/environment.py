@@ -104,8 +104,9 @@ def _make(folder: Path, version: str, progress: Progress) -> None:
     wheel = _download(pip, folder / "wheels", version, log, progress)
     wanted = requirements(_metadata(wheel))
     progress(f"installing {wanted[0]} and {len(wanted) - 1} more, with what they need")
-    _follow("pip install (requirements)", [*pip, "install", "--progress-bar", "off", *wanted], log, progress)
-    _follow("pip install (vLLM)", [*pip, "install", "--no-deps", str(wheel)], log, progress)
+    install = [*pip, "install", "--no-compile", "--progress-bar", "off"]  # most of its files are never imported
+    _follow("pip install (requirements)", [*install, *wanted], log, progress)
+    _follow("pip install (vLLM)", [*install, "--no-deps", str(wheel)], log, progress)
     shutil.rmtree(wheel.parent)
 
 

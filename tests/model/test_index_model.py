@@ -288,6 +288,7 @@ def run_machine(name: str, request: pytest.FixtureRequest, namespace: str, how: 
     run_state_machine_as_test(machine, settings=how)
 
 
+@pytest.mark.timeout(300)  # about 10 s alone; a round trip costs ten times as much on a machine that does other things
 @pytest.mark.parametrize("name", sorted(pairs()))
 def test_the_index_agrees_with_a_dict_after_every_step(
     name: str, request: pytest.FixtureRequest, namespace: str
@@ -296,11 +297,11 @@ def test_the_index_agrees_with_a_dict_after_every_step(
 
 
 @pytest.mark.services
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
         ("if have[k] then upto = i + k - 1 break end", ""),
-        ("(same > 0 or length == 0 or sub(nodes, -8) == parent)", "true"),
         ("if side ~= was then changed = true end", ""),
         ("elseif below(stamp, args[i + 3]) then", "elseif false then"),
     ],

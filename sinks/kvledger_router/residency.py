@@ -17,6 +17,8 @@ from kvledger_router.roster import GPU, Roster, Seat
 Lanes = dict[int, int]
 """Bits by lane code."""
 
+_ONE = ord("1")
+
 
 class Held:
     """What one rank holds of the prompt: ``gpu`` by lane code, ``tiers`` by (medium code, lane code) of lower media."""
@@ -75,15 +77,20 @@ def gather_singles(
 
     ``owners`` maps the slots that count to (seat number, medium code). O(hashes + their holders).
     """
-    bits: dict[int, int] = {}
-    for j, single in enumerate(singles):
+    # bits as binary digits, the highest first: quicker than shifting into one integer per holder
+    size = len(singles) * strides
+    digits: dict[int, bytearray] = {}
+    for j, single in enumerate(singles, start=1):
         for slot, lane, _ in single.holders:
-            if slot in owners:
-                who = slot << 8 | lane
-                bits[who] = bits.get(who, 0) | 1 << (j + 1) * strides - 1
-    for who, each in bits.items():
-        seat, medium = owners[who >> 8]
-        found.setdefault(seat, Held()).add(medium, who & 0xFF, each)
+            who = slot << 8 | lane
+            row = digits.get(who)
+            if row is None:
+                row = digits[who] = bytearray(b"0") * size
+            row[size - j * strides] = _ONE
+    for who, row in digits.items():
+        if who >> 8 in owners:
+            seat, medium = owners[who >> 8]
+            found.setdefault(seat, Held()).add(medium, who & 0xFF, int(row, 2))
 
 
 def lower_tiers(held: Held, seat: Seat, pulse: Pulse | None, time_ms: int) -> Lanes:

@@ -1,7 +1,8 @@
 """How long a question takes, and how long it keeps the event loop busy. Prints a sorted table, or ``--json``.
 
-Workload: a fleet of replicas that hold prefixes of one prompt of random length (seeded), of three layouts: one
-full-attention group; a window group beside it; five window groups of equal spec beside it (gemma-3). Per layout, from
+Workload: a fleet of replicas that hold prefixes of one prompt of random length (seeded), of four layouts: one
+full-attention group; a window group beside it; five window groups of equal spec beside it (gemma-3); one window group
+of which no block has a key, so that every rank is asked by the prompt's engine hashes, too (ADR 5). Per layout, from
 memory (the router's own CPU: nothing waits, so the whole question is time on the loop) and, with ``--redis URL``, from
 Redis (what a request waits, with connections warm; and the share of it that the loop was busy).
 
@@ -26,8 +27,9 @@ from router_fleet import FULL, MODEL, Fleet, prompt
 
 from kvledger_index.blockkeys import prompt_keys
 from kvledger_index.contract import IndexReader, IndexWriter
+from kvledger_index.enginehash import Scheme, chain, low64
 from kvledger_index.memory import MemoryIndex
-from kvledger_index.model import GroupSpec
+from kvledger_index.model import GroupSpec, lane_code
 from kvledger_index.reader import RedisReader
 from kvledger_index.views import Reading
 from kvledger_index.writer import RedisWriter
@@ -39,7 +41,10 @@ LAYOUTS: dict[str, tuple[GroupSpec, ...]] = {
     "full": (FULL,),
     "full + window": (FULL, WINDOWS[0]),
     "full + 5 windows": (FULL, *WINDOWS),
+    "full + window by hash": (FULL, WINDOWS[0]),
 }
+SCHEME = Scheme("sha256", "0")
+BY_HASH = "full + window by hash"
 
 
 class Row(NamedTuple):
@@ -65,23 +70,29 @@ class Frozen:
         self._kept: Reading | None = None
 
     async def read(self, catalogue: object, model: str, keys: object, hashes: object = ()) -> Reading:
-        if self._kept is None or hashes:
+        if self._kept is None or (hashes and not self._kept.singles):
             self._kept = await self._reader.read(catalogue, model, keys, hashes)  # type: ignore[arg-type]  # passed through
         return self._kept
 
 
-async def fill(writer: IndexWriter, groups: tuple[GroupSpec, ...], replicas: int, tokens: list[int]) -> None:
+async def fill(writer: IndexWriter, layout: str, replicas: int, tokens: list[int]) -> None:
     """Every replica holds a random prefix in full attention and a scattered set of window blocks."""
+    groups = LAYOUTS[layout]
+    names = [low64(digest) for digest in chain(SCHEME, None, tokens, 16)]
     rng = random.Random(SEED)
     fleet = Fleet(writer)
     await fleet.start()
     for number in range(replicas):
         name = f"replica-{number:02}/0"
-        await fleet.open(name, groups=groups)
+        await fleet.open(name, groups=groups, scheme=SCHEME)
         blocks = rng.randint(0, len(tokens) // 16)
         for spec in groups:
             kept = [b for b in range(blocks) if spec is FULL or rng.random() < 0.95]
-            await fleet.store(name, tokens, kept, group=spec.group)
+            if layout == BY_HASH and spec is not FULL:
+                hashes, unplaced = [names[b] for b in kept], ((lane_code(spec.group), 0, len(kept)),)
+                await fleet.store_hashes(name, hashes, group=spec.group, unplaced=unplaced)
+            else:
+                await fleet.store(name, tokens, kept, group=spec.group)
 
 
 async def timed(index: Index, tokens: list[int], questions: int) -> list[float]:
@@ -124,9 +135,9 @@ async def measure(redis: str | None, replicas: int, length: int, questions: int)
         prompt_keys(MODEL, tokens, 16)
         keys.append((time.perf_counter() - start) * 1000)
     rows.append(row("any", "-", "hash the prompt", keys))
-    for layout, groups in LAYOUTS.items():
+    for layout in LAYOUTS:
         memory = MemoryIndex()
-        await fill(memory, groups, replicas, tokens)
+        await fill(memory, layout, replicas, tokens)
         async with Index(Frozen(memory), model=MODEL, deadline_seconds=60) as index:
             rows.append(row(layout, "memory", "judge (router CPU)", await timed(index, tokens, questions)))
         if redis is None:
@@ -134,7 +145,7 @@ async def measure(redis: str | None, replicas: int, length: int, questions: int)
         namespace = f"bench-{secrets.token_hex(4)}"
         async with RedisWriter.from_url(redis, namespace=namespace) as writer:
             await writer.check()
-            await fill(writer, groups, replicas, tokens)
+            await fill(writer, layout, replicas, tokens)
         async with Index(RedisReader.from_url(redis, namespace=namespace), model=MODEL, deadline_seconds=60) as index:
             rows.append(row(layout, "redis", "question", await timed(index, tokens, questions)))
             rows.append(row(layout, "redis", "longest loop stall", await busy(index, tokens, questions)))
@@ -155,9 +166,9 @@ def main() -> None:
         sys.stdout.write(json.dumps({"workload": workload, "rows": [r._asdict() for r in rows]}) + "\n")
         return
     sys.stdout.write(" ".join(f"{k}={v}" for k, v in workload.items()) + ", milliseconds\n")
-    sys.stdout.write(f"{'what':<20} {'layout':<18} {'source':<8} {'least':>8} {'p50':>8} {'p99':>8}\n")
+    sys.stdout.write(f"{'what':<20} {'layout':<22} {'source':<8} {'least':>8} {'p50':>8} {'p99':>8}\n")
     for r in rows:
-        sys.stdout.write(f"{r.what:<20} {r.layout:<18} {r.source:<8} {r.least:>8} {r.p50:>8} {r.p99:>8}\n")
+        sys.stdout.write(f"{r.what:<20} {r.layout:<22} {r.source:<8} {r.least:>8} {r.p50:>8} {r.p99:>8}\n")
 
 
 if __name__ == "__main__":

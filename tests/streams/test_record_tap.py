@@ -9,6 +9,7 @@ import pytest
 from kvledger.errors import Unavailable
 from kvledger.live import tap as tap_module
 from kvledger.live.tap import Tap
+from kvledger_engine.recording import Published
 from kvledger_engine.standin import Faults, StandIn
 
 Open = Callable[..., Tap]
@@ -93,6 +94,27 @@ def test_what_the_subscription_missed_comes_from_replay(
     batches = tap.catch_up()
 
     assert [(batch.seq, batch.payload) for batch in batches] == [(0, b"a"), (1, b"b"), (2, b"c")]
+    assert tap.taken_from_replay == 1
+
+
+def test_a_batch_after_the_last_answer_waits_for_the_next_call(
+    engine: StandIn, open_tap: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sub shows 1 while 0, which it missed, is still waited for."""
+    monkeypatch.setattr(tap_module, "SUBSCRIPTION_SECONDS_MAX", 0.1)
+    engine.faults.drop = lambda seq: seq == 0
+    tap = open_tap()
+    engine.publish(b"a")
+    merged = tap._merged
+
+    def merging(replayed: list[Published]) -> list[Published]:
+        engine.publish(b"b")
+        return merged(replayed)
+
+    with monkeypatch.context() as moment:
+        moment.setattr(tap, "_merged", merging)
+        assert seqs(tap) == [0]
+    assert seqs(tap) == [1]
     assert tap.taken_from_replay == 1
 
 

@@ -150,6 +150,7 @@ class Tap:
         """The same batches as the subscription showed them, which has the topic; from replay where it did not."""
         wanted = {batch.seq for batch in replayed}
         live: dict[int, Published] = {}
+        newer: list[Published] = []
         deadline = self._clock() + SUBSCRIPTION_SECONDS_MAX
         while len(live) < len(wanted):
             batch = self._live.popleft() if self._live else self._receive(max(0.0, deadline - self._clock()))
@@ -157,11 +158,14 @@ class Tap:
                 break
             if batch.seq in wanted:
                 live[batch.seq] = batch
+            elif replayed and batch.seq > replayed[-1].seq:
+                newer.append(batch)
             elif batch.seq in self._late:
                 self._late.discard(batch.seq)
             else:
                 msg = f"the engine sent batch {batch.seq}, which its replay does not have in that place: it restarted"
                 raise Unavailable(msg)
+        self._live.extendleft(reversed(newer))
         return [self._checked(batch, live.get(batch.seq)) for batch in replayed]
 
     def _checked(self, replayed: Published, live: Published | None) -> Published:

@@ -118,7 +118,7 @@ class Bridge:
         self._thread: threading.Thread | None = None
         self._seats: list[_Seat] = []
         self._by_who: dict[tuple[str, int], _Seat] = {}
-        self._first = 0
+        self._first = self._loads = 0
         self._stalled_at: float | None = None
         self._reported_at = 0.0
 
@@ -220,11 +220,13 @@ class Bridge:
         self.telemetry.counters.turns += 1
         self._take_deliveries(publisher)
         self._take_claims(publisher)
+        publisher.look_at_topics(now)
         if publisher.fatal:
             self._rebuild(publisher)
         stalled = self._is_stalled(publisher, now)
         ready = set() if stalled else sockets.wait(self._patience())
         now = self._clock()
+        self._loads = sum(seat.session.loading for seat in self._seats)
         for seat in self._in_turn():
             self._take_identity(seat)
             if seat.link in ready or stalled:
@@ -290,10 +292,10 @@ class Bridge:
             self.telemetry.data_failed(seat.name, seat.config.endpoints.data)
 
     def _step(self, seat: _Seat, now: float, publisher: Publisher, readers: ThreadPoolExecutor) -> None:
-        loads = sum(other.session.loading for other in self._seats)
-        commands = seat.session.step(
-            now, batches_max=self.settings.turn_batches_max, may_load=loads < self.settings.loads_max
-        )
+        before = seat.session.loading
+        may_load = self._loads < self.settings.loads_max
+        commands = seat.session.step(now, batches_max=self.settings.turn_batches_max, may_load=may_load)
+        self._loads += seat.session.loading - before
         for command in commands:
             self._execute(seat, command, now, publisher, readers)
 

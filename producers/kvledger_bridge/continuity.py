@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from kvledger_bridge.errors import Bug
+from kvledger_wire.records import Life
 
 
 class Phase(Enum):
@@ -79,6 +80,27 @@ class Known(msgspec.Struct, frozen=True):
     seq: int
     digest: bytes
     process: str | None
+
+
+class Request(msgspec.Struct):
+    """The replay in flight, and what was known when it was asked.
+
+    ``expected`` is the highest live sequence that was at hand then: an honest answer reaches it. ``beyond`` is the
+    first batch after a hole inside the answer; what follows it is not applied.
+    """
+
+    start: int
+    known: Known
+    heard_at: float
+    expected: int
+    written: tuple[Life, int]
+    load: bool
+    """The whole buffer, for a new life."""
+    probe: bool
+    """Nothing is known to be missing."""
+    frames: int = 0
+    fresh: bool = False
+    beyond: tuple[int, bytes] | None = None
 
 
 class First(msgspec.Struct, frozen=True):

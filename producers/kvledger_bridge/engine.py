@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from kvledger_bridge.commands import (
     Announce,
     AskProcess,
@@ -39,7 +37,7 @@ from kvledger_bridge.commands import (
     Rank,
     Write,
 )
-from kvledger_bridge.continuity import OWNING, First, Known, Move, Nothing, Phase, Process, after, judge
+from kvledger_bridge.continuity import OWNING, First, Move, Nothing, Phase, Process, Request, after, judge
 from kvledger_bridge.errors import Bug
 from kvledger_bridge.inbox import Inbox
 from kvledger_bridge.lifelog import LifeLog, digest_of
@@ -57,27 +55,6 @@ from kvledger_wire.records import (
     Pointer,
     ReplicaRecord,
 )
-
-
-class _Ask(msgspec.Struct):
-    """The replay in flight, and what was known when it was asked.
-
-    ``expected`` is the highest live sequence that was at hand then: an honest answer reaches it. ``beyond`` is the
-    first batch after a hole inside the answer; what follows it is not applied.
-    """
-
-    start: int
-    known: Known
-    heard_at: float
-    expected: int
-    written: tuple[Life, int]
-    load: bool
-    """The whole buffer, for a new life."""
-    probe: bool
-    """Nothing is known to be missing."""
-    frames: int = 0
-    fresh: bool = False
-    beyond: tuple[int, bytes] | None = None
 
 
 class Session:
@@ -113,13 +90,13 @@ class Session:
         self._identity: str | None = None
         self._identity_read = self._identity_asked = False
         # requests
-        self._ask: _Ask | None = None
+        self._ask: Request | None = None
         self._again = False
         self._stuck = self._silent = 0
         self._retry_at = self._probe_at = 0.0
         # ownership
         self._awaited: EventRecord | ReplicaRecord | None = None
-        self._fence = self._foreign = -1
+        self._fence = self._foreign = self._owned_last = -1
         self._claim_at, self._claim_tries = 0.0, 0
         self._now = 0.0
 
@@ -314,7 +291,11 @@ class Session:
             self._out.append(Announce(self._awaited))
 
     def _claimed(self, offset: int) -> None:
+        before, self._owned_last = self._owned_last, max(offset, self._owned_last)
         self._log.own(offset)
+        if offset <= before:
+            self._close(Note("claims_went_back", f"owner {offset} after {before}"))
+            return
         if self._foreign > offset:
             self._close()
             return
@@ -323,12 +304,12 @@ class Session:
         self._awaited = Pointer(SCHEMA, self.owner, -1, -1)
         self._out.append(Announce(self._awaited))
 
-    def _close(self) -> None:
+    def _close(self, note: Note | None = None) -> None:
         self._move(Move.SUPERSEDED)
         self._live.clear()
         self._drop_answers()
         self._unsay()
-        self._out += [Note("superseded", f"owner {self._foreign} is above {self.owner}"), CloseAll()]
+        self._out += [note or Note("superseded", f"owner {self._foreign} is above {self.owner}"), CloseAll()]
 
     def _unsay(self) -> None:
         """Forget records that were not handed out: this owner writes no more."""
@@ -347,7 +328,7 @@ class Session:
                 self._answer(self._ask, seq, payload)
         return left
 
-    def _answer(self, ask: _Ask, seq: int, payload: bytes) -> None:
+    def _answer(self, ask: Request, seq: int, payload: bytes) -> None:
         """One batch of the answer, in the order of the answer; the first one is the proof."""
         digest = digest_of(payload)
         ask.frames += 1
@@ -372,7 +353,7 @@ class Session:
         self.counts.late += ask.probe
         self._log.cover(seq, payload, digest, REPLAYED)
 
-    def _finish(self, ask: _Ask, *, ended: bool) -> None:
+    def _finish(self, ask: Request, *, ended: bool) -> None:
         """The answer is over, by END or by silence after some of it; what is missing is asked for again."""
         self._drop_answers()
         self._silent = 0
@@ -397,7 +378,7 @@ class Session:
         elif complete and ask.written == (self.life, self._log.n):
             self._log.beat()
 
-    def _give_up(self, ask: _Ask) -> None:
+    def _give_up(self, ask: Request) -> None:
         """Replay does not help. A batch beyond the hole starts a partial life; without one the rank is suspect."""
         self._stuck, self._again = 0, False
         at = ask.beyond
@@ -444,7 +425,7 @@ class Session:
             expected = self._live.newest if self._live else -1
         start = 0 if load else max(self.last, 0)
         written = (self.life, self._log.n)
-        self._ask = _Ask(start, self._log.known(), self._now, expected, written, load, probe and not load)
+        self._ask = Request(start, self._log.known(), self._now, expected, written, load, probe and not load)
         self._out.append(AskReplay(start))
 
     def _request_process(self) -> None:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
-from kvledger_bridge.errors import Refused, Unavailable
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
+from kvledger_bridge.topics import Topics
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import (
     RANK_WIDE,
@@ -38,7 +36,6 @@ from kvledger_wire.records import (
     decode_replica,
     encode,
 )
-from kvledger_wire.topics import TopicSpec, differences, topic_specs
 
 RECONNECT_MS_MAX = 1000
 """Back-off towards a broker that is away: within a second of its return records flow again."""
@@ -46,8 +43,8 @@ RECONNECT_MS_MAX = 1000
 WATCH_MESSAGES_MAX = 500
 """Claims and pointers read per turn."""
 
-CHECKED_CONFIG = frozenset({"cleanup.policy", "message.timestamp.type"})
-"""Settings of a topic that the log's meaning rests on; retention is the operator's."""
+CLIENT_MESSAGE_BYTES_MAX = 8 * 2**20
+"""The client's own bound on a message, out of the way: records are cut for the topic's."""
 
 Who = tuple[str, int]
 """(replica, rank)."""
@@ -81,6 +78,7 @@ class Publisher:
         self._telemetry = telemetry
         self._name = name
         self._partitions = 0
+        self._topics: Topics | None = None
         self._producer: Any = None
         self._consumer: Any = None
         self._generation = 0
@@ -93,31 +91,9 @@ class Publisher:
     # ---- life cycle
 
     def check(self) -> int:
-        """Look at the topics and return the partitions of the event topic.
-
-        Raises Unavailable where Kafka does not answer, Refused where topics are missing or shaped wrongly.
-        """
-        settings = self._settings
-        client = AdminClient(self._options({}), logger=_silent)
-        try:
-            present = client.list_topics(timeout=settings.request_seconds).topics
-            names = [settings.events_topic, settings.replicas_topic, settings.dead_letter_topic]
-            missing = [name for name in names if name not in present]
-            if missing:
-                msg = (
-                    f"Kafka at {settings.kafka} has no topic {', '.join(missing)}: "
-                    f"create the topics with 'kvledger admin topics{self._prefix_flag()}'"
-                )
-                raise Refused(msg)
-            configs = self._describe(client, names)
-        except KafkaException as error:
-            raise self._unavailable(error) from error
-        counts = {name: len(present[name].partitions) for name in names}
-        self._partitions = counts[settings.events_topic]
-        wrong = [line for spec in self._specs() for line in differences(spec, counts[spec.name], configs[spec.name])]
-        if wrong:
-            msg = f"{'; '.join(wrong)}. 'kvledger admin topics --check{self._prefix_flag()}' shows all of it"
-            raise Refused(msg)
+        """Look at the topics and return the partitions of the event topic. Raises Unavailable or Refused."""
+        self._topics = Topics(self._settings, self._options({}), logger=_silent)
+        self._partitions = self._topics.check()
         return self._partitions
 
     def start(self) -> None:
@@ -221,6 +197,13 @@ class Publisher:
                 found.append(ForeignClaim(who, int(message.offset())))
         return found
 
+    def look_at_topics(self, now: float) -> None:
+        """A topic that was re-created has lost what was written: as fatal as a producer that lost it."""
+        for change in self._topics.changes(now) if self._topics else ():
+            self._telemetry.topic_changed(change)
+            if "re-created" in change:
+                self._fatal = self._fatal or change
+
     # ---- inside
 
     def _make_producer(self) -> None:
@@ -232,6 +215,7 @@ class Publisher:
             "acks": "all",
             "compression.type": "lz4",
             "linger.ms": settings.linger_seconds * 1000,
+            "message.max.bytes": CLIENT_MESSAGE_BYTES_MAX,
             "message.timeout.ms": 0,  # unlimited: a record is delivered, or its rank claims anew
             # the client's own bounds stand above ours, so that what was let in always fits
             "queue.buffering.max.messages": max(100_000, settings.queue_records_max * 4),
@@ -317,29 +301,6 @@ class Publisher:
             "reconnect.backoff.max.ms": RECONNECT_MS_MAX,
             **options,
         }
-
-    def _specs(self) -> list[TopicSpec]:
-        """What is asked of the topics here: the counts, and the settings that give the log its sense."""
-        wanted = self._settings.partitions or self._partitions
-        return [
-            msgspec.structs.replace(spec, config={k: v for k, v in spec.config.items() if k in CHECKED_CONFIG})
-            for spec in topic_specs(partitions=wanted, prefix=self._settings.topic_prefix)
-        ]
-
-    def _describe(self, client: Any, names: list[str]) -> dict[str, dict[str, str]]:
-        resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
-        asked = client.describe_configs(resources, request_timeout=self._settings.request_seconds)
-        answers = {resource.name: future.result(self._settings.request_seconds) for resource, future in asked.items()}
-        return {name: {key: entry.value for key, entry in answer.items()} for name, answer in answers.items()}
-
-    def _unavailable(self, error: KafkaException) -> Unavailable:
-        why = error.args[0].str()
-        return Unavailable(
-            f"Kafka does not answer at {self._settings.kafka} ({why}); check the address and that it runs"
-        )
-
-    def _prefix_flag(self) -> str:
-        return f" --topic-prefix {self._settings.topic_prefix}" if self._settings.topic_prefix else ""
 
 
 def _name(error: Any) -> str:

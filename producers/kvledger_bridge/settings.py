@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long the client waits for more records of a partition: a routing answer is not worth less for it."""
     request_seconds: float = 10.0
     """For one answer of Kafka at start."""
+    topic_check_seconds: float = 5.0
+    """How often the topics' ids and partition counts are looked at: one of the same name may be another one."""
     turn_batches_max: int = 64
     """Batches applied per rank and turn: one busy engine must not make the others wait."""
     turn_live_max: int = 512

@@ -12,6 +12,7 @@ tokens, salts or multimodal ids.
     rank_resumed            info     nothing
     rank_gap                warning  batches are lost: see ``cause``; often: raise the engine's buffer_steps
     rank_superseded         warning  two bridges have this rank in their replicas file: keep one
+    rank_claims_went_back   error    the replicas topic was re-created: re-create the event topic too, then restart
     rank_seam_mismatch      warning  data and replay address reach different engines, or one restarted just then
     rank_unreachable        warning  nothing connects to the data address: correct it, or start the engine
     rank_never_heard        warning  connected, but nothing was ever published: is --kv-events-config set?
@@ -23,6 +24,7 @@ tokens, salts or multimodal ids.
     kafka_stalled           warning  Kafka does not take records quickly enough; engines are not read meanwhile
     kafka_resumed           info     nothing
     producer_rebuilt        error    Kafka's client gave up and was replaced; every rank is claimed anew
+    topic_changed           warning  re-created: every rank is claimed anew; more partitions: use a new topic prefix
     dead_letters_dropped    warning  more unreadable batches than may be kept: look at batch_unreadable
     bridge_progress         info     the canonical line: totals since start, ranks by phase
     bridge_stopping         info     nothing
@@ -49,6 +51,7 @@ Code = Literal[
     "rank_resumed",
     "rank_gap",
     "rank_superseded",
+    "rank_claims_went_back",
     "rank_seam_mismatch",
     "rank_unreachable",
     "rank_never_heard",
@@ -60,6 +63,7 @@ Code = Literal[
     "kafka_stalled",
     "kafka_resumed",
     "producer_rebuilt",
+    "topic_changed",
     "dead_letters_dropped",
     "bridge_progress",
     "bridge_stopping",
@@ -138,6 +142,7 @@ class Telemetry:
             "superseded": ("warning", "rank_superseded"),
             "seam_mismatch": ("warning", "rank_seam_mismatch"),
             "ledger_failed": ("error", "rank_ledger_failed"),
+            "claims_went_back": ("error", "rank_claims_went_back"),
         }
         level, name = known[code]
         self._rarely(level, name, rank, rank=rank, why=text)
@@ -184,6 +189,10 @@ class Telemetry:
         """The producer was replaced."""
         self.counters.rebuilt += 1
         self._rarely("error", "producer_rebuilt", "", why=why)
+
+    def topic_changed(self, change: str) -> None:
+        """A topic is not the one that was checked."""
+        self._say("warning", "topic_changed", change=change)
 
     def progress(self, **fields: Any) -> None:
         """The canonical line."""

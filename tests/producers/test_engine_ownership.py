@@ -150,6 +150,19 @@ def test_claims_that_fail_again_and_again_back_off() -> None:
     assert [b - a for a, b in pairwise(times)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6], abs=0.06)
 
 
+def test_a_claim_below_an_earlier_one_ends_the_session() -> None:
+    """The replicas topic was re-created: readers would take nothing from an owner number below an old fence."""
+    desk, engine = Desk(), Engine()
+    desk.replicas += [None] * 5
+    desk.follow(engine)
+    desk.replicas.clear()
+    desk.session.release("a topic was re-created")
+    desk.turn(0.2)
+
+    assert desk.session.phase is Phase.CLOSED
+    assert Note("claims_went_back", "owner 0 after 5") in desk.commands
+
+
 def test_records_that_were_not_handed_out_are_forgotten_with_their_owner() -> None:
     desk, engine = Desk(), Engine()
     desk.follow(engine)

@@ -1,0 +1,206 @@
+"""A bridge while Kafka fails under it: nothing is lost without a word, nothing is out of order, nobody is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from bridgeworld import SECONDS_MAX, Rank, Setup, play, recording, status, truth
+
+from kvledger.admin import connect, create_topics
+from kvledger_bridge.publish import Delivery, Publisher
+from kvledger_wire.records import Fence, Opened, Suspended
+from kvledger_wire.topics import topic_specs
+
+Make = Callable[..., Setup]
+
+
+@pytest.fixture
+def setup(kafka: str, create_topics: Any, topic_prefix: str) -> Iterator[Setup]:
+    create_topics(topic_prefix, 4)
+    with Setup(kafka, topic_prefix) as setup:
+        yield setup
+
+
+def complete(rank: Rank) -> bool:
+    """Whether no record of the rank's last life is missing or out of order."""
+    last = rank.records[len(rank.records) - 1 - rank.kinds()[::-1].index("Opened") :]
+    return [record.n for record in last] == list(range(len(last)))
+
+
+@pytest.mark.timeout(240)
+def test_a_broker_that_dies_stalls_the_bridge_and_loses_nothing(
+    kafka_broker: Any, eventually: Any, topic_prefix: str
+) -> None:
+    """Batches 0..99 | broker killed, 100..199 until the queue is full, engine not read | broker back, 200..331.
+
+    Then the broker dies for good: a stop ends by its deadline and says what was not sent.
+    """
+    broker = kafka_broker()
+    create_topics(connect(broker.bootstrap), topic_specs(partitions=4, prefix=topic_prefix))
+    entry, batches = recording("llama_s11")
+    with Setup(broker.bootstrap, topic_prefix, queue_records_max=60, stop_seconds=1.0) as setup:
+        engine = setup.engine(entry)
+        bridge = setup.bridge()
+        play(engine, batches[:100])
+        eventually(lambda: status(bridge).last == 99)
+        broker.kill()
+        play(engine, batches[100:200])
+        eventually(lambda: setup.lines(bridge, "kafka_stalled"), 20)
+        stopped_at = status(bridge).last
+        broker.start()
+        play(engine, batches[200:])
+        rank = setup.reader().until("r/0", batches[-1].seq, seconds=60)
+        told = {line["event"] for line in setup.lines(bridge)}
+        eventually(lambda: bridge.telemetry.counters.delivered == bridge.telemetry.counters.records)
+
+        broker.kill()
+        engine.restart()
+        play(engine, batches[:20])
+        eventually(lambda: status(bridge).last == 19)
+        started = time.monotonic()
+        bridge.stop()
+        assert bridge.join(SECONDS_MAX)
+        took = time.monotonic() - started
+        last = setup.lines(bridge)[-1]
+
+    assert stopped_at < 199
+    assert rank.blocks == truth(entry, batches)
+    assert complete(rank)
+    assert len(rank.of(Opened)) == 1
+    assert {"kafka_failed", "kafka_stalled", "kafka_resumed"} <= told
+    assert took < 4
+    assert (last["event"], last["clean"]) == ("bridge_stopped", False)
+    assert last["unsent"] >= 20
+
+
+def test_a_fatal_producer_is_replaced_and_every_rank_claimed_anew(
+    setup: Setup, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, batches = recording("llama_s11")
+    for number in range(3):
+        play(setup.engine(entry, "r", number), batches[:40])
+    broken: list[Publisher] = []
+    serve = Publisher.serve
+
+    def remembering(publisher: Publisher, seconds: float = 0.0) -> Any:
+        if publisher not in broken:
+            broken.append(publisher)
+        return serve(publisher, seconds)
+
+    monkeypatch.setattr(Publisher, "serve", remembering)
+    bridge = setup.bridge()
+    eventually(lambda: all(r.last == 39 for r in bridge.status()))
+    owners = [r.owner for r in bridge.status()]
+    broken[0]._fatal = "_FATAL"
+    for engine in setup.engines.values():
+        play(engine, batches[40:])
+    eventually(lambda: all(r.owner not in owners and r.last == batches[-1].seq for r in bridge.status()))
+    reader = setup.reader()
+    seen = [reader.until(f"r/{number}", batches[-1].seq) for number in range(3)]
+
+    for rank in seen:
+        assert rank.blocks == truth(entry, batches)
+        assert complete(rank)
+        assert "the producer was rebuilt: _FATAL" in [fence.why for fence in rank.of(Fence)]
+    assert len(setup.lines(bridge, "producer_rebuilt")) == 1
+
+
+def test_a_record_that_kafka_refuses_makes_its_rank_claim_anew(
+    setup: Setup, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One record of one rank fails for good; the other rank does not notice."""
+    entry, batches = recording("llama_s11")
+    for number in range(2):
+        play(setup.engine(entry, "r", number), batches[:40])
+    write = Publisher.write
+    failed: list[Any] = []
+
+    def failing(publisher: Publisher, who: tuple[str, int], group: Any, record: Any) -> None:
+        if who == ("r", 0) and getattr(record, "seq", -1) == 20 and not failed:
+            failed.append(record)
+            publisher._done.append(Delivery(who, record, -1, "MSG_SIZE_TOO_LARGE"))
+            return
+        write(publisher, who, group, record)
+
+    monkeypatch.setattr(Publisher, "write", failing)
+    bridge = setup.bridge()
+    eventually(lambda: status(bridge).counts.claims == 2 and all(r.last == 39 for r in bridge.status()))
+    reader = setup.reader()
+    reader.until("r/1", 39)
+
+    def anew() -> bool:
+        reader.poll(0.05)
+        return reader.ranks["r/0"].state.owner == status(bridge).owner and reader.ranks["r/0"].state.seq == 39
+
+    eventually(anew)
+    rank = reader.ranks["r/0"]
+
+    assert rank.blocks == truth(entry, batches[:40])
+    assert complete(rank)
+    assert status(bridge, 1).counts.claims == 1
+
+
+def test_a_re_created_event_topic_gets_every_rank_again(setup: Setup, eventually: Any) -> None:
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry)
+    bridge = setup.bridge(topic_check_seconds=0.2)
+    play(engine, batches[:50])
+    eventually(lambda: status(bridge).last == 49)
+    admin = setup.admin()
+    (spec,) = (s for s in topic_specs(partitions=4, prefix=setup.prefix) if s.name.endswith("events"))
+    for future in admin.delete_topics([spec.name], operation_timeout=10).values():
+        future.result(10)
+
+    eventually(lambda: spec.name not in admin.list_topics(timeout=5).topics)
+    eventually(lambda: create_topics(admin, [spec]))
+    play(engine, batches[50:])
+    eventually(lambda: setup.lines(bridge, "topic_changed"), 20)
+    rank = setup.reader().until("r/0", batches[-1].seq)
+
+    assert rank.blocks == truth(entry, batches)
+    assert complete(rank)
+    assert rank.kinds()[:2] == ["Fence", "Opened"]
+
+
+def test_an_engine_that_vanishes_is_suspended_and_taken_up_again(setup: Setup, eventually: Any) -> None:
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry)
+    bridge = setup.bridge(replay_seconds_max=0.5)
+    play(engine, batches[:20])
+    eventually(lambda: status(bridge).last == 19)
+    engine.down()
+    eventually(lambda: status(bridge).phase == "suspect")
+    engine.up()
+    play(engine, batches[:3])
+    eventually(lambda: status(bridge).last == 2)
+    reader = setup.reader()
+
+    def fresh() -> bool:
+        reader.poll(0.05)
+        rank = reader.ranks.get("r/0")
+        return rank is not None and rank.state.life[1] == 2 and rank.state.seq == 2
+
+    eventually(fresh)
+
+    assert reader.ranks["r/0"].blocks == truth(entry, batches[:3])
+    assert reader.ranks["r/0"].of(Suspended)
+
+
+def test_no_rank_waits_for_a_busy_one(setup: Setup, eventually: Any) -> None:
+    """One engine has 3000 batches to tell; another's single batch is on the log long before they are."""
+    entry, batches = recording("llama_s11")
+    busy, calm = setup.engine(entry, "busy"), setup.engine(entry, "calm")
+    bridge = setup.bridge(turn_batches_max=8)
+    eventually(lambda: all(rank.phase == "following" for rank in bridge.status()))
+    busy.faults.drop = calm.faults.drop = lambda _seq: False
+    for _ in range(9):
+        play(busy, batches, own_sequence=False)
+    play(calm, batches[:1])
+    eventually(lambda: status(bridge, 1).last == 0)
+    behind = status(bridge, 0).last
+
+    assert behind < busy.head
+    eventually(lambda: status(bridge, 0).last == busy.head, 30)

@@ -17,7 +17,7 @@ ANSWER_TOKENS: Final = (1, 40)
 
 PREFIXES: Final = 4
 SALTS: Final = ("tenant-a", "tenant-b")
-SALTED_SHARE: Final = 0.12
+SALTED_SHARE: Final = 0.2
 RESET_EVERY: Final = 15
 """Requests between two resets, about."""
 

@@ -14,7 +14,7 @@ import msgspec
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from kvledger_bridge.bridge import Bridge, RankStatus
+from kvledger_bridge.bridge import Bridge, Identity, RankStatus
 from kvledger_bridge.decode import decode_batch
 from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.ledger import Ledger
@@ -116,8 +116,8 @@ class LogReader:
                 rank.take(key.group, decode_event(message.value()), message.partition(), message.offset())
                 assert message.partition() == partition_of(key.replica, key.rank, self.partitions)
 
-    def until(self, rank: str, seq: int, digest_of_life: int = 0, seconds: float = SECONDS_MAX) -> Rank:
-        """Read until the rank covers ``seq``, in a life of at least that count of its owner."""
+    def until(self, rank: str, seq: int, seconds: float = SECONDS_MAX) -> Rank:
+        """Read until the rank is loaded, not suspended, and covers ``seq``."""
         end = time.monotonic() + seconds
         while True:
             have = self.ranks.get(rank)
@@ -159,12 +159,12 @@ class Setup:
     def settings(self, **options: Any) -> Settings:
         return Settings(kafka=self.kafka, topic_prefix=self.prefix, **(self.options | options))
 
-    def bridge(self, *, start: bool = True, **options: Any) -> Bridge:
+    def bridge(self, *, identity: Identity | None = None, **options: Any) -> Bridge:
         stream = io.StringIO()
-        bridge = Bridge(self.settings(**options), self.ranks(), telemetry=Telemetry(stream))
+        bridge = Bridge(self.settings(**options), self.ranks(), telemetry=Telemetry(stream), identity=identity)
         self.logs[bridge.name] = stream
         self._bridges.append(bridge)
-        return bridge.start() if start else bridge
+        return bridge.start()
 
     def reader(self) -> LogReader:
         self._readers.append(LogReader(self.kafka, self.prefix, self.partitions))

@@ -28,6 +28,7 @@ from kvledger_wire.records import (
     Fence,
     Opened,
     Pointer,
+    Resumed,
     decode_dead_letter,
     decode_replica,
 )
@@ -231,6 +232,32 @@ def test_a_rank_without_replay_follows_from_its_first_batch(setup: Setup, eventu
 
     assert rank.blocks == truth(entry, batches)
     assert not rank.state.partial
+
+
+def test_the_same_process_keeps_the_life_of_a_rank_without_replay(setup: Setup, eventually: Any) -> None:
+    """Batches 0..19 | flap | 20..: the identity is read again after the connection came back, and is the same."""
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry, replay=None)
+    asked: list[str] = []
+
+    def identity(config: Any) -> str:
+        asked.append(config.replica)
+        return "container-7"
+
+    bridge = setup.bridge(identity=identity)
+    assert engine.wait_subscribers()
+    play(engine, batches[:20])
+    eventually(lambda: status(bridge).last == 19)
+    engine.flap()
+    eventually(lambda: status(bridge).counts.suspended == 1)
+    assert engine.wait_subscribers()
+    play(engine, batches[20:])
+    rank = setup.reader().until("r/0", batches[-1].seq)
+
+    assert asked == ["r", "r"]
+    assert rank.of(Opened)[0].process == "container-7"
+    assert [resumed.how for resumed in rank.of(Resumed)] == ["process"]
+    assert rank.blocks == truth(entry, batches)
 
 
 def test_ranks_that_are_not_heard_are_named(setup: Setup, eventually: Any) -> None:

@@ -407,4 +407,6 @@ def test_the_model_notices_a_rule_that_is_missing(name: str, monkeypatch: pytest
     where, what, instead, boost = SABOTAGES[name]
     monkeypatch.setattr(where, what, instead)
 
-    assert hunt(SCHEDULES, boost) is not None
+    found = hunt(SCHEDULES, boost)
+    assert found is not None
+    assert (violation(*found) or "").startswith("AssertionError")

@@ -369,7 +369,7 @@ class Ledger:
                 lane.unplaced.clear()
                 lane.opaque.clear()
         changes = tuple(Change(CLEARED, code, self._seq, self._ts, origin=origin) for code in _CLEARS)
-        scheme = self.lineage.chains.finder.take_news()
+        scheme = self.lineage.chains.take_scheme()
         self._pieces.append(Piece(RANK_WIDE, changes, uncertain=self.take_uncertain(), scheme=scheme))
 
     def _move(self, move: Move) -> None:
@@ -505,7 +505,7 @@ class Ledger:
                     tuple([(lane.code, len(lane.unplaced)) for lane in lanes if lane.unplaced]),
                     draft.spec,
                     self.take_uncertain(),
-                    self.lineage.chains.finder.take_news(),
+                    self.lineage.chains.take_scheme(),
                     tuple([(lane.code, len(lane.opaque)) for lane in lanes if lane.opaque]),
                 )
             )

@@ -39,13 +39,15 @@ class Scheme(msgspec.Struct, frozen=True, array_like=True):
     """How an engine hashes. ``seed`` is PYTHONHASHSEED as the engine saw it, or vLLM's default.
 
     ``extras`` None: not known, so only prompts without LoRA, salt and media can be chained. ``paths`` are (LoRA name,
-    path) of adapters; from 0.31 on the path is hashed and not on the wire.
+    path) of adapters; from 0.31 on the path is hashed and not on the wire. ``block`` is the hash block size in tokens
+    under which the scheme was proven, where it was found out.
     """
 
     algorithm: Algorithm = "sha256"
     seed: str = SEED_DEFAULT
     extras: ExtraForm | None = None
     paths: tuple[tuple[str, str], ...] = ()
+    block: int | None = None
 
     @property
     def none_hash(self) -> bytes:

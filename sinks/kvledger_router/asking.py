@@ -72,12 +72,16 @@ def plan(roster: Roster, stride: int, prompt: Prompt, names: frozenset[str]) -> 
 
 def obstacle_of(seat: Seat, prompt: Prompt) -> str:
     """Why a rank cannot be asked for this prompt by engine hash; empty where it can."""
-    return "; ".join(seat.rule.faults) or prompt.obstacle(seat.card.scheme, seat.rule.hash_block)
+    if seat.rule.faults:
+        return "; ".join(seat.rule.faults)
+    if seat.card.scheme is not None and (not seat.hash_block or seat.every % seat.hash_block):
+        return f"hash blocks of {seat.hash_block or 'unknown'} tokens: name hash_block_size in the model entry"
+    return prompt.obstacle(seat.card.scheme, seat.hash_block)
 
 
 def ways_of(seat: Seat, prompt: Prompt) -> tuple[Way, ...]:
     """How a rank's engine may name the prompt; only without an obstacle."""
-    return prompt.ways(seat.card.scheme or Scheme(), seat.rule.hash_block, seat.every)
+    return prompt.ways(seat.card.scheme or Scheme(), seat.hash_block, seat.every)
 
 
 def asked_of(seat: Seat, prompt: Prompt, pulse: Pulse | None, asked: Plan, *, switched_on: bool) -> Asked:

@@ -95,13 +95,13 @@ class Prompt:
         Without a known form of extra keys, one per form of :data:`EXTRA_FORMS`, which is every release's so far.
         """
         if self._plain:
-            return (Way(msgspec.structs.replace(scheme, extras=None, paths=()), hash_block, every),)
+            return (Way(msgspec.structs.replace(scheme, extras=None, paths=(), block=None), hash_block, every),)
         if scheme.extras is not None:
-            return (Way(scheme, hash_block, every),)
+            return (Way(msgspec.structs.replace(scheme, block=None), hash_block, every),)
         forms = (
             EXTRA_FORMS if self._media else [form for form in EXTRA_FORMS if form != "offsets"]
         )  # they are bare then
-        return tuple(Way(msgspec.structs.replace(scheme, extras=form), hash_block, every) for form in forms)
+        return tuple(Way(msgspec.structs.replace(scheme, extras=form, block=None), hash_block, every) for form in forms)
 
     def hashes(self, way: Way) -> tuple[int, ...]:
         """The engine's hashes (low 64 bits) of the prefixes of ``every``, 2 x ``every``, … tokens; computed once.

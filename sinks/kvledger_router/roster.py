@@ -24,8 +24,8 @@ class Seat(NamedTuple):
     """One rank of the catalogue.
 
     ``lanes`` are its groups with their lane codes. ``depth`` is the set whose blocks in lower tiers may extend a hit:
-    full attention, or the only one; None where there is none, or where the rule has faults. ``every``: entries of its
-    groups end at multiples of so many tokens.
+    full attention, or the only one; None where there is none, or where the rule has faults. ``hash_block``: tokens
+    per engine hash, 0 where nobody said it; ``every``: entries of its groups end at multiples of so many tokens.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Seat(NamedTuple):
     rule: HitRule
     lanes: tuple[tuple[int | None, int], ...]
     depth: GroupSet | None
+    hash_block: int
     every: int
 
 
@@ -78,14 +79,17 @@ def _seat(name: str, card: Card) -> Seat:
     )
     lanes = tuple((g.group, lane_code(g.group)) for g in card.groups)
     depth = None if rule.faults else _depth(rule.sets)
-    return Seat(name, replica, int(rank), card, rule, lanes, depth, _every(rule))
+    # as the bridge that found the scheme: the entry's, else what it was proven with; never guessed from the groups,
+    # of which one may not have been heard yet
+    hash_block = card.hash_block_size or (card.scheme.block if card.scheme is not None else None) or 0
+    return Seat(name, replica, int(rank), card, rule, lanes, depth, hash_block, _every(rule, hash_block))
 
 
-def _every(rule: HitRule) -> int:
+def _every(rule: HitRule, hash_block: int) -> int:
     """Where hits may end inside a block, entries end at hash blocks; else only at blocks."""
     blocks = [s.block for s in rule.sets if s.block]
     if rule.partial or not blocks or any(rule.splits(block) for block in blocks):
-        return rule.hash_block
+        return hash_block
     return gcd(*blocks)
 
 

@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[GroupSpec, ...]] = {
     "full + 5 windows": (FULL, *WINDOWS),
     "full + window by hash": (FULL, WINDOWS[0]),
 }
-SCHEME = Scheme("sha256", "0")
+SCHEME = Scheme("sha256", "0", block=16)
 BY_HASH = "full + window by hash"
 
 

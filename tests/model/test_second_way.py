@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from inprocess import InProcess
 from test_recordings import FIXTURES, compare
+
+from kvledger_engine.recording import Meta, Published, read
+from kvledger_index.enginehash import Scheme
 
 REACHED = {
     # recording: right by block keys alone · called exact so · called exact with both ways · predictions
@@ -47,3 +51,16 @@ async def test_declared_full_reports_are_never_called_exact(engine_hashes: bool)
 
     assert report.predictions >= 400
     assert (report.called_exact, report.called_exact_wrongly) == (0, 0)
+
+
+async def test_a_scheme_that_was_found_is_told_with_its_hash_block_size() -> None:
+    """mistral's blocks have 32 tokens; a router must not guess that from the groups that it has heard of."""
+    steps = read(FIXTURES / "engine-traces" / "mistral_s11.jsonl.gz")
+    meta = next(step for step in steps if isinstance(step, Meta))
+    chain = InProcess(meta)
+    await chain.start()
+    for batch in [step for step in steps if isinstance(step, Published)][:8]:
+        await chain.publish(batch.seq, batch.payload)
+    catalogue = await chain.index.catalogue(chain.entry.model)
+
+    assert catalogue.ranks["r/0"].card.scheme == Scheme("sha256", block=32)

@@ -20,7 +20,7 @@ from kvledger_router import Index, InvalidInput, Media
 from kvledger_router.hits import compile_rule, hit
 from kvledger_router.prompt import CHAIN_BLOCKS_MAX, Prompt
 
-SCHEME = Scheme("sha256", "0", "tagged", (("adapter", "/adapters/a"),))
+SCHEME = Scheme("sha256", "0", "tagged", (("adapter", "/adapters/a"),), 16)
 A, B = "pod-a/0", "pod-b/0"
 
 
@@ -205,7 +205,7 @@ async def test_a_plain_prompt_has_one_chain_whatever_adapters_its_engines_know(
 ) -> None:
     fleet, memory, index = spied
     for number, paths in enumerate([(), (("x", "/x"),)]):
-        await fleet.open(f"pod-{number}/0", scheme=Scheme("sha256", "0", "tagged", paths))
+        await fleet.open(f"pod-{number}/0", scheme=Scheme("sha256", "0", "tagged", paths, 16))
         await fleet.store_hashes(f"pod-{number}/0", [7], unplaced=((0, 0, 1),))
     await index.match(PROMPT)
     await index.match(PROMPT)
@@ -220,7 +220,9 @@ async def test_a_plain_prompt_has_one_chain_whatever_adapters_its_engines_know(
     ("scheme", "asked", "why"),
     [
         (None, {}, "not known how the engine hashes"),
-        (Scheme("sha256", "0"), {"lora": "stranger"}, "path of the LoRA adapter"),
+        (Scheme("sha256", "0", block=16), {"lora": "stranger"}, "path of the LoRA adapter"),
+        (Scheme("sha256", "0"), {}, "name hash_block_size"),
+        (Scheme("sha256", "0", block=24), {}, "name hash_block_size"),
         (SCHEME, {"media": [Media("image", 3)]}, "length of a multimodal item"),
         (SCHEME, {"lora": "stranger"}, "path of the LoRA adapter"),
     ],
@@ -239,7 +241,7 @@ async def test_without_the_second_way_an_answer_is_bounded_and_says_why(
 
 
 async def test_an_adapters_path_does_not_matter_before_it_was_hashed(world: World) -> None:
-    scheme = Scheme("sha256", "0", "offsets")
+    scheme = Scheme("sha256", "0", "offsets", block=16)
     names = named(PROMPT, scheme=scheme, namespace=Namespace("stranger"))
     await world.fleet.open(A, scheme=scheme)
     await world.fleet.store_hashes(A, names[:4], unplaced=((0, 0, 4),))
@@ -253,7 +255,7 @@ async def test_where_the_form_of_extra_keys_is_not_known_each_is_asked_for(world
     names = named(PROMPT, scheme=Scheme("sha256", "0", form), namespace=Namespace(None, "s"))
     item = Item("image", 20, 4)
     pictured = named(PROMPT, scheme=Scheme("sha256", "0", form), items=[item])
-    await world.fleet.open(A, scheme=Scheme("sha256", "0"))
+    await world.fleet.open(A, scheme=Scheme("sha256", "0", block=16))
     await world.fleet.store_hashes(A, [*names[:4], *pictured[1:3], *pictured[:1]], unplaced=((0, 0, 7),))
     salted = only(await world.index.match(PROMPT, salt="s"))
     media = only(await world.index.match(PROMPT, media=[Media("image", 20, 4)]))

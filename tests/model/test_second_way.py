@@ -54,7 +54,7 @@ async def test_declared_full_reports_are_never_called_exact(engine_hashes: bool)
 
 
 async def test_a_scheme_that_was_found_is_told_with_its_hash_block_size() -> None:
-    """mistral's blocks have 32 tokens; a router must not guess that from the groups that it has heard of."""
+    """Blocks of 32 tokens here; a router must not guess that from the groups that it has heard of."""
     steps = read(FIXTURES / "engine-traces" / "mistral_s11.jsonl.gz")
     meta = next(step for step in steps if isinstance(step, Meta))
     chain = InProcess(meta)

@@ -17,6 +17,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_bridge.topics import Topics
+from kvledger_bridge.unit import RECORD_BYTES_MAX
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import (
     RANK_WIDE,
@@ -157,13 +158,13 @@ class Publisher:
     ) -> None:
         """Keep what is known of a batch that could not be read; above a rate they are counted and dropped."""
         rate = self._settings.dead_letters_per_second_max
-        self._letters = min(rate, self._letters + (now - self._letters_at) * rate)
+        self._letters = min(max(1.0, rate), self._letters + (now - self._letters_at) * rate)
         self._letters_at = now
-        if self._letters < 1.0 and rate >= 1.0:
+        if self._letters < 1.0:
             self._telemetry.dead_letter_dropped()
             return
         self._letters -= 1.0
-        keep = raw if self._settings.dead_letter_raw else b""
+        keep = raw[:RECORD_BYTES_MAX] if self._settings.dead_letter_raw else b""
         record = Unreadable(SCHEMA, owner, seq, reason, len(raw), digest, keep)
         self._produce(self._settings.dead_letter_topic, 0, record_key(*who, RANK_WIDE), encode(record), None)
 

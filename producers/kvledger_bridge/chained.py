@@ -13,7 +13,7 @@ from kvledger_bridge.chain_need import Need
 from kvledger_bridge.decode import BlockStored
 from kvledger_bridge.identity import Listing, listing
 from kvledger_bridge.scheme import DIGEST_BYTES, Finder
-from kvledger_index.enginehash import Namespace
+from kvledger_index.enginehash import Namespace, Scheme
 from kvledger_index.model import ModelEntry
 
 
@@ -48,12 +48,22 @@ class Chains:
     def hear(self, event: BlockStored) -> None:
         """Learn the group's size and kind from a GPU store before any event of its batch is placed."""
         if self.need.hear(event):
-            self.finder.restart()
+            self._changed()
 
     def force(self) -> None:
         """A masked hash was met that no dense event names: keep digests from the next batch on."""
         if not self.need.chains and self.need.force():
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.finder.confirmed:
+            self.need.block = self.finder.block  # proven by hashes, whatever groups are heard of later
+        else:
             self.finder.restart()
+
+    def take_scheme(self) -> Scheme | None:
+        """The scheme, with the hash block size under which it holds, if others have not been told all of it."""
+        return self.finder.take_news()
 
     def read(
         self, event: BlockStored, names: tuple[int, ...], *, dense: bool, heard: Listing | None = None
@@ -86,7 +96,7 @@ class Chains:
         if finder.wants:
             finder.look(
                 told,
-                unpack(f"<{len(raw) // 4}I", raw),
+                raw,
                 digest or chained.parent,
                 block=chained.block,
                 start=start,

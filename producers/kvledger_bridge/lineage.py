@@ -168,8 +168,8 @@ class Lineage:
         """
         self.moves = []
         self._last = None
-        for event in events:
-            if isinstance(event, BlockStored) and medium_of(event.medium) == "gpu":
+        for event in events:  # groups first: whether digests are kept must be known before the first span is placed
+            if type(event) is BlockStored and (event.medium == "GPU" or medium_of(event.medium) == "gpu"):
                 self.chains.hear(event)
         waiting: dict[int, list[Span]] = {}
         spans: list[Span | None] = []

@@ -7,7 +7,8 @@ spent on the search is bounded. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from struct import unpack
 
 import msgspec
 
@@ -18,8 +19,8 @@ SEARCH_BLOCKS_MAX = 262_144
 """Hash blocks computed in search of one life's scheme, about 0.6 s: five masked prompts of 100 000 tokens under every
 candidate."""
 
-SEARCH_EVENTS_MAX = 1024
-"""Events tried, dense ones at a block or two each: a random-seeded engine costs no more than 20 ms in all."""
+SEARCH_EVENTS_MAX = 64
+"""Events tried, dense ones at a block or two each: a random-seeded engine costs about 5 ms in all."""
 
 SEEDS = (SEED_DEFAULT, "0")
 """The default from 0.29 on, and what operators set as PYTHONHASHSEED."""
@@ -38,6 +39,8 @@ class Finder:
         self.scheme = given
         self.rooted = given is not None
         self.confirmed = False
+        self.block = 0
+        """The hash block size under which it was confirmed."""
         self.given = given
         self._refuted = False
         self._told = given
@@ -64,16 +67,19 @@ class Finder:
         self._blocks, self._events = SEARCH_BLOCKS_MAX, SEARCH_EVENTS_MAX
 
     def take_news(self) -> Scheme | None:
-        """The scheme, if others have not been told all of it."""
-        if not (self.confirmed and self.rooted) or self.scheme == self._told:
+        """The scheme and the hash block size, if others have not been told all of it."""
+        if self.scheme is None or not (self.confirmed and self.rooted):
             return None
-        self._told = self.scheme
-        return self.scheme
+        news = msgspec.structs.replace(self.scheme, block=self.block)
+        if news == self._told:
+            return None
+        self._told = news
+        return news
 
     def look(
         self,
         told: Told,
-        tokens: Sequence[int],
+        raw: bytes,
         parent: bytes | None,
         *,
         block: int,
@@ -82,7 +88,8 @@ class Finder:
         bare_possible: bool,
         digest_bytes: int | None,
     ) -> None:
-        """Try an event. ``parent`` None: the start of a prompt, or not known (then nothing can be tried).
+        """Try an event of ``raw`` tokens (u32le). ``parent`` None: it starts at token 0 (``root``), or it is not known,
+        and then nothing can be tried.
 
         ``bare_possible``: the engine may be one that lists media without offsets. ``digest_bytes``: size of the hashes
         on the wire, None for integers.
@@ -94,7 +101,8 @@ class Finder:
         if told.dense:  # the first hash that extra keys are part of is enough
             first = _first_extra(told)
             told = told._replace(names=told.names[: first + 1], media=told.media and told.media[: first + 1])
-            tokens = tokens[: (first + 1) * told.per * block]
+            raw = raw[: (first + 1) * told.per * block * 4]
+        tokens = unpack(f"<{len(raw) // 4}I", raw)
         for base in self._bases(digest_bytes, root=root):
             behind = base.none_hash if root or parent is None else parent[-DIGEST_BYTES[base.algorithm] :]
             fits: list[ExtraForm | None] = []
@@ -109,6 +117,7 @@ class Finder:
                 if self._blocks <= 0:
                     return
             if fits:
+                self.block = block
                 self._found(base, fits, root=root)
                 return
 

@@ -112,8 +112,9 @@ def _families(words: str) -> list[str]:
 
 
 def _watch(report: Report, one: Comparison) -> None:
-    differs = one.predicted != one.actual and not one.after_reset
-    if differs or one.number % TELL_EVERY == 0:
+    if one.after_reset:
+        return
+    if one.predicted != one.actual or one.number % TELL_EVERY == 0:
         _say(
             f"{report.model}: request {one.number}: predicted {one.predicted} ({one.status}), engine {one.actual}; "
             f"{report.exact} of {report.answered} exact"

@@ -162,7 +162,7 @@ def test_a_re_created_event_topic_gets_every_rank_again(setup: Setup, eventually
 
     assert rank.blocks == truth(entry, batches)
     assert complete(rank)
-    assert rank.kinds()[:2] == ["Fence", "Opened"]
+    assert [fence.why for fence in rank.of(Fence)] == [f"the producer was rebuilt: topic {spec.name} was re-created"]
 
 
 def test_an_engine_that_vanishes_is_suspended_and_taken_up_again(setup: Setup, eventually: Any) -> None:

@@ -213,6 +213,11 @@ class Ledger:
         lane = self._lanes.get((group, MEDIA.index(medium_of(medium))))
         return {} if lane is None else {block.hash: block.key for block in lane.copies}
 
+    def unplaced(self, group: int | None, medium: str = "gpu") -> dict[int, int]:
+        """Copies by hash of what has no key in one lane. For tests and checkpoints; O(lane)."""
+        lane = self._lanes.get((group, MEDIA.index(medium_of(medium))))
+        return {} if lane is None else dict(lane.unplaced)
+
     @property
     def groups(self) -> tuple[int | None, ...]:
         """Groups that stored anything, in the order in which they were heard."""

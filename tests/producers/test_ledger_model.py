@@ -19,7 +19,7 @@ from kvledger_bridge.decode import AllBlocksCleared, Batch, BlockRemoved, BlockS
 from kvledger_bridge.ledger import Ledger, Piece
 from kvledger_index.blockkeys import prompt_keys
 from kvledger_index.model import MEDIA, ModelEntry, medium_of
-from kvledger_wire.records import CLEARED, REMOVED
+from kvledger_wire.records import ATTACHED, CLEARED, REMOVED, STORED, Change
 
 BLOCK = 16
 PATHS_MAX = 20
@@ -60,6 +60,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.covered: set[int] = set()
         self.read: dict[tuple[int | str | None, int], set[int]] = defaultdict(set)
         self.read_unplaced: dict[tuple[int | str | None, int], int] = {}
+        self.read_loose: dict[tuple[int | str | None, int], set[int]] = defaultdict(set)
         self.complete = True
 
     @initialize(
@@ -211,6 +212,9 @@ class LedgerMachine(RuleBasedStateMachine):
                     del self.read[lane]
                 for lane in [each for each in self.read_unplaced if each[1] == change.medium]:
                     del self.read_unplaced[lane]
+                for lane in [each for each in self.read_loose if each[1] == change.medium]:
+                    del self.read_loose[lane]
+            self.read_singles(change, self.read_loose[piece.group, change.medium])
             for run in change.runs:
                 for i, each in enumerate(unpack(f">{len(run.keys) // 8}Q", run.keys)):
                     if run.effective >> i & 1:
@@ -221,6 +225,17 @@ class LedgerMachine(RuleBasedStateMachine):
             for lane in [each for each in self.read_unplaced if each[0] == piece.group]:
                 del self.read_unplaced[lane]
             self.read_unplaced.update({(piece.group, medium): count for medium, count in piece.unplaced})
+
+    def read_singles(self, change: Change, loose: set[int]) -> None:
+        """A hash without a key stands in the index by itself; what is attached passes between there and its key."""
+        if change.origin == ATTACHED:
+            for run in change.runs:
+                names = unpack(f">{len(run.hashes) // 8}Q", run.hashes)
+                (loose.difference_update if change.op == STORED else loose.update)(names)
+        for i, each in enumerate(unpack(f">{len(change.unplaced) // 8}Q", change.unplaced)):
+            if change.unplaced_effective[i // 8] >> i % 8 & 1:
+                assert (each in loose) == (change.op == REMOVED)
+                (loose.remove if change.op == REMOVED else loose.add)(each)
 
     # -- what must hold -------------------------------------------------------------------------------------------
 
@@ -250,7 +265,9 @@ class LedgerMachine(RuleBasedStateMachine):
             group, code = lane[0], MEDIA.index(medium_of(lane[1]))
             placed = set(self.ledger.placed(*lane).values())
             assert placed == self.read[group, code]
-            assert len(self.ledger.resident(*lane)) - len(placed) == self.read_unplaced.get((group, code), 0)
+            loose = set(self.ledger.resident(*lane)) - set(self.ledger.placed(*lane))
+            assert loose == self.read_loose[group, code]
+            assert len(loose) == self.read_unplaced.get((group, code), 0)
 
     @invariant()
     def limits_and_books_hold(self) -> None:

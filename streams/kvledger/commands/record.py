@@ -24,8 +24,8 @@ from kvledger_index.model import ModelEntry
 
 KEY: Final = "OPENAI_API_KEY"
 COUNT_DEFAULT: Final = 60
-VOCABULARY: Final = 1000
-"""Made-up prompts use token ids below this; every model has more."""
+VOCABULARY: Final = 256
+"""Made-up prompts use token ids below this; also a vocabulary of bytes has as many."""
 
 PROMPT_TOKENS_MAX: Final = 4096
 """Longest made-up prompt with its answer, also where the server takes more."""

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from kvledger.errors import EXIT_INTERRUPTED, BadInput, CommandError, exit_code
+from kvledger.errors import EXIT_INTERRUPTED, BadInput, CommandError, Unavailable, exit_code
 from kvledger.live.engine import Engine
 from kvledger.live.environment import VERSION_DEFAULT, installed, prepare
 from kvledger.live.families import BLOCK_TOKENS, FAMILIES, MODEL_TOKENS_MAX, VOCABULARY
@@ -65,7 +65,12 @@ async def _all(
             hits[bool(one.actual)] += not one.after_reset
             _watch(report, one)
 
-        report = await run_family(pipeline, engine, workload, out, watch=watch)
+        try:
+            report = await run_family(pipeline, engine, workload, out, watch=watch)
+        except Unavailable as error:  # an engine that cannot serve one layout says nothing of the others
+            _say(str(error))
+            reports.append(Report(file=f"{family}, live", model=family, engine=args.vllm, error=_first_line(error)))
+            continue
         reports.append(report)
         _say(
             f"{family}: {report.exact} of {report.answered} exact, {report.called_exact} called exact; "
@@ -75,6 +80,10 @@ async def _all(
             _say(f"{family}: the recording through 'kvledger verify'")
             reports.append(await check(pipeline, out))
     return reports
+
+
+def _first_line(error: Unavailable) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _arguments() -> argparse.Namespace:

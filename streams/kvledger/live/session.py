@@ -105,7 +105,7 @@ async def run_family(
     started = loop.time()
     async with engine:
         meta = described(await engine.start(), engine)
-        report = Report(file=str(out), model=engine.model, engine=meta["vllm"])
+        report = Report(file=f"{engine.family}, live", model=engine.model, engine=meta["vllm"])
         entry = entry_of(meta)
         followed = pipeline.follow(f"live-{engine.family}", entry, data=engine.data, replay=engine.replay)
         try:

@@ -6,21 +6,24 @@ fails.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
 from kvledger.errors import Unavailable
+from kvledger.live.__main__ import _all
 from kvledger.live.engine import Engine
 from kvledger.live.families import BLOCK_TOKENS, MODEL_TOKENS_MAX, VOCABULARY
 from kvledger.live.session import run_family
 from kvledger.live.workload import Job, Workload
 from kvledger.stack import silent
 from kvledger.verify.check import check
-from kvledger.verify.pipeline import open_pipeline
+from kvledger.verify.pipeline import Pipeline, open_pipeline
 
 VLLM = """
 from types import SimpleNamespace as Some
@@ -138,6 +141,17 @@ async def test_a_refused_reset_is_an_error(make_engine: MakeEngine) -> None:
         await engine.start()
         with pytest.raises(Unavailable, match="refused to reset"):
             await engine.reset()
+
+
+async def test_families_after_one_that_cannot_be_served_are_tried(make_engine: MakeEngine, tmp_path: Path) -> None:
+    python = make_engine("start")._python
+    args = argparse.Namespace(requests=1, vllm="0.32.0", seed=1, out=tmp_path / "out", verify=True)
+
+    reports = await _all(create_autospec(Pipeline, instance=True), python, ["llama", "gemma3"], tmp_path / "work", args)
+
+    assert [report.model for report in reports] == ["llama", "gemma3"]
+    assert all("engine ended with code 1" in (report.error or "") for report in reports)
+    assert not any(report.agrees for report in reports)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from kvledger_index.units import Outcome, Step, Stored
+from kvledger_index.units import Outcome, Scrubbed, ScrubBudget, Step, Stored
 from kvledger_index.views import Catalogue, Claimed, Reading
 
 
@@ -32,6 +32,13 @@ class IndexWriter(Protocol):
         """Apply a step, all or nothing. A step whose units are all duplicates still moves the progress.
 
         Raises InvalidInput for a step that breaks a bound of ``units.py``.
+        """
+
+    async def scrub(self, budget: ScrubBudget) -> Scrubbed:
+        """Free what dead slots still occupy, as far as the budget goes; the next call, anyone's, goes on from there.
+
+        Changes no answer, whatever else runs meanwhile. After a call that was ``idle``, without steps in between,
+        nothing but living slots stands in the index. Raises InvalidInput for a budget out of bounds.
         """
 
     async def aclose(self) -> None:

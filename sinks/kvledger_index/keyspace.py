@@ -8,7 +8,10 @@
     <namespace>0:{0}:r:<8 bytes>    STRING  row: a path of up to 16 keys and their holders
     <namespace>0:{0}:r:<8 bytes>/   HASH    side of that row: key -> holders
     <namespace>0:{0}:slot           STRING  the last slot given
-    <namespace>0:{0}:dead           LIST    slots that died, for a scrubber
+    <namespace>0:{0}:dead           LIST    slots that died, for the scrubber
+    <namespace>0:{0}:scrub          HASH    how far a pass of the scrubber is
+    <namespace>0:{0}:scrub:slots    SET     slots that it frees
+    <namespace>0:{0}:scrub:rows     LIST    rows that it was about to look at
 
 ``0`` after the namespace is the schema version, ``{0}`` the hash tag of the shard: all keys of a shard in one slot of
 a Redis Cluster.
@@ -39,6 +42,9 @@ class Keyspace:
         self.partitions = self.prefix + b"parts"
         self.slot = self.prefix + b"slot"
         self.dead = self.prefix + b"dead"
+        self.scrub = self.prefix + b"scrub"
+        self.scrub_slots = self.prefix + b"scrub:slots"
+        self.scrub_rows = self.prefix + b"scrub:rows"
         self.row_prefix = self.prefix + b"r:"
         self.row_pattern = self.row_prefix + b"*"
 

@@ -18,6 +18,7 @@ from kvledger_index.model import GROUP_NONE_LANE, MEDIA
 from kvledger_index.units import (
     NEVER,
     NONCE_BYTES,
+    SCRUB_DEFAULT,
     Bind,
     Card,
     Clear,
@@ -27,9 +28,12 @@ from kvledger_index.units import (
     Progress,
     Put,
     RankUnit,
+    Scrubbed,
+    ScrubBudget,
     Stamp,
     Step,
     Stored,
+    check_budget,
     check_keys,
     check_numbers,
     check_step,
@@ -141,6 +145,11 @@ class MemoryIndex:
             now_ms if newer else old.log_at_ms,
         )
         return Outcome("applied", len(due), len(step.units) - len(due), "")
+
+    async def scrub(self, budget: ScrubBudget = SCRUB_DEFAULT) -> Scrubbed:
+        """Nothing to do: here the blocks of a slot go with it."""
+        check_budget(budget)
+        return Scrubbed(0, 0, 0, 0, idle=True, ended=False)
 
     def _due(self, step: Step) -> tuple[list[RankUnit], str]:
         """Units that follow what is stored; or why the call is refused."""

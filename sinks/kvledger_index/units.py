@@ -31,6 +31,12 @@ machine take 2 s, within a writer's timeout and Redis' own limit for functions (
 
 NONCE_BYTES = 16
 
+SCRUB_KEYS_MAX = 10_000
+"""Keys and side fields that one scrub may look at: about 20 ms of Redis, which is what a router waits at most."""
+
+SCRUB_SECONDS_MAX = 0.020
+"""Of Redis, for one scrub: the same bound in time."""
+
 
 class Stamp(NamedTuple):
     """Where a rank stands: owner, life (owner, count), n. Compared as a tuple; NEVER is below every other."""
@@ -193,6 +199,32 @@ class Stored(NamedTuple):
     ranks: dict[str, tuple[Stamp, bytes]]
 
 
+class ScrubBudget(NamedTuple):
+    """What one scrub may cost: keys and side fields looked at, and seconds of Redis; whichever is used up first.
+
+    Both are looked at between pieces of some 64 rows or 256 side fields, so a call may exceed them by one piece.
+    """
+
+    keys: int = 4_000
+    seconds: float = 0.003
+
+
+SCRUB_DEFAULT = ScrubBudget()
+
+
+class Scrubbed(NamedTuple):
+    """What a scrub did: holders' entries and whole rows freed, keys and side fields looked at. ``slots`` are still to
+    free; ``idle`` says that there was nothing to do, ``ended`` that every row was visited since the pass began.
+    """
+
+    entries: int
+    rows: int
+    looked: int
+    slots: int
+    idle: bool
+    ended: bool
+
+
 def check_step(step: Step) -> None:
     """Raise InvalidInput where a step breaks a bound stated above; every writer calls this first. O(ops)."""
     check_numbers(step.partition, step.restart_before, step.restart, step.read, step.broker_ms)
@@ -243,6 +275,14 @@ def _check_put(op: Put) -> None:
     if op.position == 0 and op.row != op.keys[0]:
         raise InvalidInput(f"row {op.row:016x} does not start with the key at its position 0, {op.keys[0]:016x}")
     check_keys((op.row, op.parent, *op.keys))
+
+
+def check_budget(budget: ScrubBudget) -> None:
+    """Raise InvalidInput for a budget that would do nothing, or hold Redis for longer than a router waits."""
+    if not 1 <= budget.keys <= SCRUB_KEYS_MAX:
+        raise InvalidInput(f"scrub of {budget.keys} keys is outside 1..{SCRUB_KEYS_MAX}")
+    if not 0 < budget.seconds <= SCRUB_SECONDS_MAX:
+        raise InvalidInput(f"scrub of {budget.seconds} s is outside 0..{SCRUB_SECONDS_MAX}")
 
 
 def check_numbers(partition: int, *numbers: int) -> None:

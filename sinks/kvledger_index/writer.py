@@ -15,7 +15,21 @@ from redis.asyncio import Redis
 from kvledger_index.errors import Corrupt, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
 from kvledger_index.server import address_of, connect, failures, faults
-from kvledger_index.units import NONCE_BYTES, Outcome, Progress, Put, Stamp, Step, Stored, check_numbers, check_step
+from kvledger_index.units import (
+    NONCE_BYTES,
+    SCRUB_DEFAULT,
+    Outcome,
+    Progress,
+    Put,
+    Scrubbed,
+    ScrubBudget,
+    Stamp,
+    Step,
+    Stored,
+    check_budget,
+    check_numbers,
+    check_step,
+)
 from kvledger_index.values import (
     NEVER_BYTES,
     decode_partition,
@@ -35,7 +49,7 @@ TIMEOUT_SECONDS_DEFAULT = 5.0
 CONNECTIONS_MAX = 8
 """Partitions of one worker written at the same time; more callers wait their turn."""
 
-_LIBRARY_PARTS = ("rows.lua", "apply.lua", "seek.lua", "load.lua")
+_LIBRARY_PARTS = ("rows.lua", "apply.lua", "seek.lua", "load.lua", "scrub.lua")
 
 
 class Library:
@@ -165,6 +179,12 @@ class RedisWriter:
         if answer[0]:
             return Outcome("applied", int(answer[1]), int(answer[2]), "")
         return Outcome("refused", 0, 0, _refusal(step, answer))
+
+    async def scrub(self, budget: ScrubBudget = SCRUB_DEFAULT) -> Scrubbed:
+        """Free what dead slots occupy (``functions/scrub.lua``); how far it is stands in Redis."""
+        check_budget(budget)
+        state, entries, rows, looked, slots = await self._fcall("scrub", str(budget.keys), f"{budget.seconds:.6f}")
+        return Scrubbed(int(entries), int(rows), int(looked), int(slots), idle=state == 0, ended=state == 2)
 
     async def aclose(self) -> None:
         """Close every connection; safe to call twice."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -25,7 +26,7 @@ from index_pairs import MODEL, Fold, Opener, Pair, RedisPair, Where, claims, loo
 
 from kvledger_index.model import MEDIA
 from kvledger_index.rows import parse_side, split_row
-from kvledger_index.units import Bind, Clear, Drop, Op, Put, Stamp, Step
+from kvledger_index.units import SCRUB_SECONDS_MAX, Bind, Clear, Drop, Op, Put, ScrubBudget, Stamp, Step
 from kvledger_index.writer import Library, library
 
 RANKS = ("a/0", "a/1", "b/0")
@@ -191,6 +192,11 @@ class IndexMachine(RuleBasedStateMachine):
         late = self.fold.unit(rank, before=Stamp(7, 7, 1, last + ahead + 1), after=Stamp(7, 7, 1, last + ahead + 2))
         assert self.run(self.pair.writer.apply(self.fold.step(unit, late))).verdict == "refused"
 
+    @rule(keys=st.sampled_from((1, 3, 1000)), seconds=st.sampled_from((1e-6, SCRUB_SECONDS_MAX)))
+    def scrub(self, keys: int, seconds: float) -> None:
+        """A piece of a pass; whatever comes between two pieces, no answer changes."""
+        self.run(self.pair.writer.scrub(ScrubBudget(keys, seconds)))
+
     @rule()
     def photograph(self) -> None:
         self.snapshots.append((self.run(self.pair.snapshot()), len(self.log)))
@@ -233,26 +239,24 @@ class IndexMachine(RuleBasedStateMachine):
             self.run(one_place(self.pair))
 
     async def drain(self) -> None:
-        """All removed and all ranks dropped: no row is left but those of dead slots."""
+        """All removed and the dead scrubbed: no row is left; all ranks dropped: nothing that a rank had."""
         if not isinstance(self.pair, RedisPair):
             return
         for (rank, medium, lane), key in sorted(self.truth.held):
             path = next(path for path in self.paths if key in path)
             at = path.index(key)
             await self.fold.do(rank, put(path, at, at + 1, add=False, medium=medium, lane=lane))  # type: ignore[arg-type]  # medium is one of MEDIA
-        dead = {int.from_bytes(raw, "little") for raw in await self.pair.raw.lrange(self.pair.keyspace.dead, 0, -1)}
-        for name in await self.pair.keys():
-            if name.startswith(self.pair.keyspace.row_prefix) and await self.pair.raw.type(name) == b"string":
-                _, side, entries = split_row(await self.pair.raw.get(name))
-                slots = {slot for slot, _, _ in entries}
-                for raw in (await self.pair.raw.hvals(name + b"/")) if side else ():
-                    slots |= {slot for slot, _ in parse_side(raw)}
-                assert slots
-                assert slots <= dead
+        await self.scrub_all()
+        assert not [key for key in await self.pair.keys() if key.startswith(self.pair.keyspace.row_prefix)]
         await self.fold.seek(drop=True)
-        kept = [key for key in await self.pair.keys() if not key.startswith(self.pair.keyspace.row_prefix)]
-        space = self.pair.keyspace
-        assert set(kept) <= {space.partitions, space.slot, space.dead}
+        await self.scrub_all()
+        assert set(await self.pair.keys()) <= {self.pair.keyspace.partitions, self.pair.keyspace.slot}
+
+    async def scrub_all(self) -> None:
+        for _ in range(10_000):
+            if (await self.pair.writer.scrub(ScrubBudget())).idle:
+                return
+        pytest.fail("the scrubber does not come to an end")
 
 
 async def one_place(pair: RedisPair) -> None:
@@ -303,6 +307,8 @@ def test_the_index_agrees_with_a_dict_after_every_step(
     [
         ("if have[k] then upto = i + k - 1 break end", ""),
         ("if side ~= was then changed = true end", ""),
+        ("dead = call('SISMEMBER', scrub_slots, slot) == 1", "dead = true"),
+        ("side = call('EXISTS', name .. '/') == 1", ""),
         ("elseif below(stamp, args[i + 3]) then", "elseif false then"),
     ],
 )
@@ -315,7 +321,8 @@ def test_a_broken_function_is_found_out(
     broken = Library(body.replace(line, instead))
     monkeypatch.setattr("kvledger_index.writer.library", lambda: broken)
     name = next(name for name, opener in pairs().items() if opener is redis_pair)
-    with pytest.raises((AssertionError, ExceptionGroup)):
+    # the order of SCAN differs from run to run, so what a scrub broke may not break again when it is shrunk
+    with pytest.raises((AssertionError, ExceptionGroup, Flaky)):
         run_machine(
             name,
             request,

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvledger_index.units import SCRUB_SECONDS_MAX
 from kvledger_streams.errors import BadSettings
 from kvledger_wire.topics import EVENTS
 
@@ -49,6 +50,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Back-off of a partition that is blocked; doubles from min to max."""
     topic_check_seconds: float = 5.0
     """How often the topic's id and partition count are looked at: a topic of the same name may be another one."""
+    scrub_seconds: float = 0.25
+    """Between two scrubs of what dead slots occupy in Redis; ten times as long while batches are applied."""
+    scrub_budget_seconds: float = 0.003
+    """Of Redis' time for one scrub: what it may delay a batch or a router by. At most 0.02."""
     report_seconds: float = 10.0
     """Between two canonical log lines."""
     stop_seconds: float = 10.0
@@ -102,7 +107,11 @@ def _check(settings: Settings) -> None:
     if settings.partitions < 0:
         msg = f"partitions is {settings.partitions}, must be 0 (as the topic has) or its count"
         raise BadSettings(msg)
+    if settings.scrub_budget_seconds > SCRUB_SECONDS_MAX:
+        msg = f"scrub_budget_seconds is {settings.scrub_budget_seconds} > {SCRUB_SECONDS_MAX}: routers wait for Redis"
+        raise BadSettings(msg)
     relations = (
+        ("scrub_budget_seconds", "scrub_seconds", "Redis has other work"),
         ("retry_seconds_min", "retry_seconds_max", "the back-off only grows"),
         ("fetch_wait_seconds", "end_age_seconds_max", "an idle partition is heard of once per fetch wait"),
     )

@@ -16,6 +16,7 @@ Logs are JSON lines on stdout. Tests and operators look for ``event``; texts may
     topic_changed          warning  the topic was re-created or grew: partitions are rebuilt
     topic_unseen           warning  Kafka's admin API does not answer; reading may go on
     fetch_failed           warning  Kafka does not serve a partition
+    scrub_failed           warning  Redis does not let dead slots be freed: costs memory, never an answer
     library_log            warning  a line of Faust, aiokafka or librdkafka
     fold_progress          info     the canonical line: totals since start
     worker_stopping        info     nothing
@@ -36,6 +37,7 @@ from typing import Any, Final, Literal, TextIO
 import msgspec
 import structlog
 
+from kvledger_index.units import Scrubbed
 from kvledger_streams.fold import Note, Tally
 from kvledger_streams.progress import Plan
 
@@ -52,6 +54,7 @@ Code = Literal[
     "topic_changed",
     "topic_unseen",
     "fetch_failed",
+    "scrub_failed",
     "library_log",
     "fold_progress",
     "worker_stopping",
@@ -90,6 +93,11 @@ class Counters(msgspec.Struct):
     rebuilt: int = 0
     stale_batches: int = 0
     fetch_failures: int = 0
+    scrubs: int = 0
+    scrub_passes: int = 0
+    scrub_failures: int = 0
+    scrubbed_entries: int = 0
+    scrubbed_rows: int = 0
 
 
 class Telemetry:
@@ -165,6 +173,18 @@ class Telemetry:
         """A fetch raised."""
         self.counters.fetch_failures += 1
         self._rarely("warning", "fetch_failed", (why.partition(":")[0],), why=why)
+
+    def scrubbed(self, done: Scrubbed) -> None:
+        """A piece of what dead slots occupied is free; the canonical line carries the sums."""
+        self.counters.scrubs += 1
+        self.counters.scrub_passes += done.ended
+        self.counters.scrubbed_entries += done.entries
+        self.counters.scrubbed_rows += done.rows
+
+    def scrub_failed(self, why: str) -> None:
+        """Redis did not carry a scrub out; the next one goes on."""
+        self.counters.scrub_failures += 1
+        self._rarely("warning", "scrub_failed", (), why=why)
 
     def library(self, logger: str, level: str, text: str, template: str) -> None:
         """A line of a library's own log."""

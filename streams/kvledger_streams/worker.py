@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
-from kvledger_index.units import NONCE_BYTES
+from kvledger_index.units import NONCE_BYTES, ScrubBudget
 from kvledger_streams.errors import Unavailable, UnreadableState
 from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, fresh, resume
 from kvledger_streams.progress import Bounds, Topic, plan, rebuild
@@ -29,6 +29,8 @@ from kvledger_wire.errors import WrongTopic
 COMMIT_SECONDS = 1.0
 """Between two commits of Kafka offsets. They serve lag tools only: nobody reads them back."""
 
+SCRUB_BUSY_TIMES = 10
+"""How much rarer dead slots are scrubbed while batches are applied: a worker that is never idle frees them, too."""
 
 JUMPS_KNOWN_MAX = 1_000
 """Places of a partition where offsets are missing for good; a log with more of them is not asked again."""
@@ -137,6 +139,8 @@ class Worker:
         self._readable = asyncio.Event()
         self._committed: dict[int, int] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scrubbed_at = now()
+        self._dead_slots = 0
         self._due = {"commit": 0.0, "topic": 0.0, "report": now() + settings.report_seconds}
 
     def attach(self, source: Source) -> None:
@@ -194,7 +198,7 @@ class Worker:
     # -- what the process calls --------------------------------------------------------------------------------------
 
     async def turn(self) -> None:
-        """Place what waits, stamp what is idle, commit, look at the topic, report.
+        """Place what waits, stamp what is idle, commit, look at the topic, scrub, report.
 
         What asks Kafka runs beside, one of each at a time: a broker that is slow must not keep partitions that are read
         from being stamped. Raises only what is a defect of ours.
@@ -207,6 +211,8 @@ class Worker:
             self._beside("commit", self._commit)
         if self._is_due("topic", self._settings.topic_check_seconds):
             self._beside("topic", self._check_topic)
+        if self._may_scrub():
+            self._beside("scrub", self._scrub)
         if self._is_due("report", self._settings.report_seconds):
             self._telemetry.progress(self.tally, **self._gauges())
 
@@ -331,6 +337,18 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - Kafka is silent or the topic is gone: reading shows it too
             self._telemetry.topic_unseen(self._settings.topic, str(error))
 
+    async def _scrub(self) -> None:
+        """Free a piece of what dead slots occupy. Any worker may; how far it is stands in Redis."""
+        self._scrubbed_at = self._now()
+        try:
+            done = await self._writer.scrub(ScrubBudget(seconds=self._settings.scrub_budget_seconds))
+        except (index_errors.Unavailable, index_errors.Refused) as error:
+            self._telemetry.scrub_failed(str(error))
+            return
+        self._dead_slots = done.slots
+        if not done.idle:
+            self._telemetry.scrubbed(done)
+
     async def _describe(self) -> Topic:
         """Look at the topic; where it is another one than before, every partition is placed anew."""
         topic = await self._log.describe()
@@ -376,6 +394,14 @@ class Worker:
             return []
         return [part for part in self._partitions.values() if part.state is None and part.retry_at <= now]
 
+    def _may_scrub(self) -> bool:
+        """Only who writes to this Redis anyway, and rarely while a step is under way."""
+        if self._stopping or not self.readable():
+            return False
+        busy = any(part.lock.locked() for part in self._partitions.values())
+        pause = self._settings.scrub_seconds * (SCRUB_BUSY_TIMES if busy else 1)
+        return self._now() - self._scrubbed_at >= pause
+
     def _observe(self, part: _Partition, state: PartitionState) -> None:
         if not part.caught_up and state.read >= part.target:
             part.caught_up = True
@@ -397,6 +423,7 @@ class Worker:
             "caught_up": sum(part.caught_up and part.state is not None for part in self._partitions.values()),
             "ranks": sum(len(state.ranks) for state in states),
             "lag": sum(max(0, end - state.read) for state, end in ends if end is not None),
+            "dead_slots": self._dead_slots,
             "unfinished": max((state.read - state.restart for state in states), default=0),
         }
 

@@ -13,7 +13,7 @@ import pytest
 from ranklog import RankLog, prompt
 
 from kvledger_index.memory import MemoryIndex
-from kvledger_index.units import Outcome, Step, Stored
+from kvledger_index.units import Outcome, Scrubbed, ScrubBudget, Step, Stored
 from kvledger_streams.progress import Bounds, Topic
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
@@ -101,6 +101,9 @@ class Faulty:
         self.after: list[Exception | None] = []
         self.only: int | None = None
         self.steps: list[Step] = []
+        self.scrubs: list[Scrubbed] = []
+        self.scrub_faults: list[Exception | None] = []
+        self.budgets: list[ScrubBudget] = []
 
     async def check(self) -> None:
         await self.inner.check()
@@ -122,6 +125,11 @@ class Faulty:
         self.steps.append(step)
         self.fail(self.after, step.partition)
         return outcome
+
+    async def scrub(self, budget: ScrubBudget) -> Scrubbed:
+        self.budgets.append(budget)
+        self.fail(self.scrub_faults, -1)
+        return self.scrubs.pop(0) if self.scrubs else await self.inner.scrub(budget)
 
     def fail(self, faults: list[Exception | None], partition: int) -> None:
         if faults and self.only in {None, partition}:

@@ -248,9 +248,16 @@ class _Raw(faust.Codec):  # type: ignore[misc]  # Faust is untyped
         return s
 
 
+class FoldApp(faust.App):  # type: ignore[misc]  # Faust is untyped
+    """An app without tables needs no folder, and a container's file system may be read-only."""
+
+    def _create_directories(self) -> None:
+        """Faust would make ``<group>-data`` in the working folder."""
+
+
 def build(settings: Settings, worker: Worker, telemetry: Telemetry) -> Any:
     """The Faust app: one fixed topic, one agent, no tables, no leader topic, no web server."""
-    app = faust.App(
+    app = FoldApp(
         settings.consumer_group,
         broker=[f"kafka://{address}" for address in settings.kafka.split(",")],
         store="memory://",

@@ -145,9 +145,7 @@ class Pipeline(RuleBasedStateMachine):
             self.n += 1
             self.write("*", Heartbeat(SCHEMA, self.owner, self.life, self.n, self.seq, covered.digest))
 
-    def event(  # noqa: PLR0917 - the fields of one drawn event
-        self, what: str, group: int, medium: str, prompt: int, first: int, count: int
-    ) -> dict[str, Any] | None:
+    def event(self, what: str, group: int, medium: str, prompt: int, first: int, count: int) -> dict[str, Any] | None:
         lane = self.copies[group, medium]
         blocks = range(first, min(first + count, 40))
         if what == "clear":

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 import aiokafka
+import faust
 import pytest
 from aiokafka.consumer.fetcher import Fetcher as AIOFetcher
 from aiokafka.consumer.fetcher import FetchResult
@@ -83,14 +84,26 @@ def test_a_name_that_we_override_or_call_takes_what_it_took(function: Any, expec
         (ours.FoldThread, {"place", "_place", "end_of", "commit_quietly", "_commit_within"}),
         (ours.FoldConsumer, set()),
         (ours.FoldTransport, set()),
+        (ours.FoldApp, set()),
     ],
-    ids=["thread", "consumer", "transport"],
+    ids=["thread", "consumer", "transport", "app"],
 )
 def test_every_method_of_ours_overrides_one_of_faust_or_is_new_on_purpose(kind: type, new: set[str]) -> None:
     defined = {name for name, member in vars(kind).items() if inspect.isfunction(member)}
     inherited = {name for name in defined if any(hasattr(parent, name) for parent in kind.__mro__[1:])}
 
     assert defined - inherited == new
+
+
+def test_the_worker_makes_no_folder(tmp_path: Any, monkeypatch: Any) -> None:
+    """Faust makes one per app where it stands; a read-only file system would end the worker there."""
+    monkeypatch.chdir(tmp_path)
+    app = ours.FoldApp("some-app", store="memory://")
+
+    app._create_directories()
+
+    assert "_create_directories" in names_in(faust.App.on_first_start)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_faust_reads_through_getmany_and_remembers_offsets_where_we_forget_them() -> None:

@@ -206,7 +206,7 @@ class ScrubBudget(NamedTuple):
     """
 
     keys: int = 4_000
-    seconds: float = 0.003
+    seconds: float = 0.002
 
 
 SCRUB_DEFAULT = ScrubBudget()

@@ -50,9 +50,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Back-off of a partition that is blocked; doubles from min to max."""
     topic_check_seconds: float = 5.0
     """How often the topic's id and partition count are looked at: a topic of the same name may be another one."""
-    scrub_seconds: float = 0.25
+    scrub_seconds: float = 0.1
     """Between two scrubs of what dead slots occupy in Redis; ten times as long while batches are applied."""
-    scrub_budget_seconds: float = 0.003
+    scrub_budget_seconds: float = 0.002
     """Of Redis' time for one scrub: what it may delay a batch or a router by. At most 0.02."""
     report_seconds: float = 10.0
     """Between two canonical log lines."""
@@ -87,7 +87,8 @@ def read_settings(flags: Mapping[str, Any], environment: Mapping[str, str]) -> S
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         # msgspec's text names the field and the type it wants, never the value: a Redis URL may hold a password
-        msg = f"bad setting: {error}"
+        name = str(error).rpartition("$.")[2].rstrip("`")
+        msg = f"bad setting {name}, perhaps from {variable_of(name)}: {error}"
         raise BadSettings(msg) from error
     _check(settings)
     return settings

@@ -7,7 +7,10 @@ its 512 engine hashes. A block operation is one key of one holder. Rates are per
 second of the server's own CPU time, so that a busy machine disturbs them least; ``wall`` includes the client. Prints a
 table, slowest first, or ``--json``.
 
-    python tests/benchmarks/index.py [--redis URL] [--blocks 48000] [--ops 512] [--json]
+``--scrub 1000000`` measures instead how so many entries of dead holders are freed while prompts are read: rows of 16
+dead holders, every second one with 2 living ones too; scrubs of the default budget with the default pause of a worker.
+
+    python tests/benchmarks/index.py [--redis URL] [--blocks 48000] [--ops 512] [--scrub ENTRIES] [--json]
 
 Without ``--redis`` a server is started and ended here. The namespace ``bench`` is emptied before and after.
 """
@@ -28,7 +31,20 @@ from typing import Any, NamedTuple
 from kvledger.stack import Stack
 from kvledger_index.keyspace import Keyspace
 from kvledger_index.reader import RedisReader
-from kvledger_index.units import NEVER, STEP_OPS_MAX, Bind, Card, Drop, Now, Op, Put, RankUnit, Stamp, Step
+from kvledger_index.units import (
+    NEVER,
+    STEP_OPS_MAX,
+    Bind,
+    Card,
+    Drop,
+    Now,
+    Op,
+    Put,
+    RankUnit,
+    ScrubBudget,
+    Stamp,
+    Step,
+)
 from kvledger_index.writer import RedisWriter
 
 SEED = 7
@@ -38,6 +54,10 @@ MODEL = "bench-model"
 PROMPT_SEGMENTS = 32
 READ_HOLDERS = 65
 READS = 400
+DEAD_HOLDERS = 16
+LIVING_HOLDERS = 2
+SCRUB_PAUSE_SECONDS = 0.1
+READ_PAUSE_SECONDS = 0.005
 
 
 class Row(NamedTuple):
@@ -60,6 +80,7 @@ class Bench:
         self.stamps: dict[str, Stamp] = {}
         self.restart = 0
         self.rows: list[Row] = []
+        self.scrub_cpu = 0.0
 
     async def open(self) -> None:
         async for key in self.raw.scan_iter(match=Keyspace(NAMESPACE).prefix + b"*", count=1000):
@@ -222,6 +243,77 @@ async def timed(
     }
 
 
+async def scrubs(bench: Bench, entries: int) -> dict[str, float]:
+    """Dead entries freed in the background: how long, for how much of Redis, and what readers notice."""
+    source = random.Random(SEED)
+    await bench.open()
+    prompt = [source.getrandbits(64) for _ in range(PROMPT_SEGMENTS * SEGMENT)]
+    shared = [prompt[at : at + SEGMENT] for at in range(0, len(prompt), SEGMENT)]
+    for number in range(READ_HOLDERS):
+        await bench.step(f"replica-{number}/0", [Bind(), *runs(shared)])
+    empty = await bench.memory()
+    paths = [[source.getrandbits(64) for _ in range(SEGMENT)] for _ in range(entries // DEAD_HOLDERS)]
+    dying = [f"dead-{number}/0" for number in range(DEAD_HOLDERS)]
+    for rank in dying:
+        await bench.step(rank, [Bind()])
+        await bench.send(rank, runs(paths))
+    for number in range(LIVING_HOLDERS):
+        await bench.send(f"replica-{number}/0", runs(paths[::2]))
+    full = await bench.memory()
+    catalogue = await bench.reader.catalogue(MODEL)
+    quiet = await read_until(asyncio.ensure_future(asyncio.sleep(4)), bench, catalogue, prompt)
+    for rank in dying:
+        await bench.step(rank, [Drop()])
+    catalogue = await bench.reader.catalogue(MODEL)
+    work = asyncio.ensure_future(scrub_all(bench))
+    during = await read_until(work, bench, catalogue, prompt)
+    return {
+        **work.result(),
+        "memory before, MB": (full - empty) / 1e6,
+        "memory after, MB": (await bench.memory() - empty) / 1e6,
+        **{f"read before: {name}": value for name, value in quiet.items()},
+        **{f"read during: {name}": value for name, value in during.items()},
+    }
+
+
+async def scrub_all(bench: Bench) -> dict[str, float]:
+    """As a worker does it, until nothing is left."""
+    began, used, calls, freed, rows = time.perf_counter(), list[float](), 0, 0, 0
+    while True:
+        cpu = await bench.cpu()
+        sent = time.perf_counter()
+        done = await bench.writer.scrub(ScrubBudget())
+        used.append(time.perf_counter() - sent)
+        calls, freed, rows = calls + 1, freed + done.entries, rows + done.rows
+        if done.idle:
+            break
+        bench.scrub_cpu += await bench.cpu() - cpu
+        await asyncio.sleep(SCRUB_PAUSE_SECONDS)
+    used.sort()
+    return {
+        "scrubbed entries": freed,
+        "scrubbed rows": rows,
+        "scrub calls": calls,
+        "scrub wall s": time.perf_counter() - began,
+        "scrub Redis CPU s (with reads between two looks)": bench.scrub_cpu,
+        "scrub call, p50 ms": used[calls // 2] * 1e3,
+        "scrub call, max ms": used[-1] * 1e3,
+    }
+
+
+async def read_until(end: asyncio.Future[Any], bench: Bench, catalogue: Any, keys: Sequence[int]) -> dict[str, float]:
+    """Reads one after the other with a pause, until ``end``: percentiles of their times."""
+    times = []
+    while not end.done():
+        began = time.perf_counter()
+        await bench.reader.read(catalogue, MODEL, keys)
+        times.append(time.perf_counter() - began)
+        await asyncio.sleep(READ_PAUSE_SECONDS)
+    times.sort()
+    parts = {"p50 ms": 0.5, "p99 ms": 0.99, "max ms": 1.0}
+    return {name: times[min(len(times) - 1, int(len(times) * part))] * 1e3 for name, part in parts.items()}
+
+
 async def main(url: str, args: argparse.Namespace) -> None:
     async with (
         RedisWriter.from_url(url, namespace=NAMESPACE) as writer,
@@ -229,8 +321,11 @@ async def main(url: str, args: argparse.Namespace) -> None:
     ):
         bench = Bench(writer, reader, args.ops)
         await bench.open()
-        await writes(bench, args.blocks)
-        figures = await reads(bench)
+        if args.scrub:
+            figures = await scrubs(bench, args.scrub)
+        else:
+            await writes(bench, args.blocks)
+            figures = await reads(bench)
         await bench.open()
     rows = sorted(bench.rows, key=lambda row: row.rate)
     if args.json:
@@ -238,12 +333,14 @@ async def main(url: str, args: argparse.Namespace) -> None:
             "seed": SEED,
             "blocks": args.blocks,
             "ops": args.ops,
+            "scrub": args.scrub,
             "writes": [r._asdict() for r in rows],
             "reads": figures,
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
-    sys.stdout.write(f"{'workload':34} {'M/CPU-s':>8} {'M/s wall':>9} {'B/block':>8} {'ms/call':>8}\n")
+    if rows:
+        sys.stdout.write(f"{'workload':34} {'M/CPU-s':>8} {'M/s wall':>9} {'B/block':>8} {'ms/call':>8}\n")
     for row in rows:
         sys.stdout.write(
             f"{row.name:34} {row.rate / 1e6:8.2f} {row.wall / 1e6:9.2f} {row.bytes_per_block:8.1f} {row.call_ms:8.2f}\n"
@@ -257,6 +354,7 @@ if __name__ == "__main__":
     parser.add_argument("--redis", help="URL of a server to measure (default: one of our own)")
     parser.add_argument("--blocks", type=int, default=48_000)
     parser.add_argument("--ops", type=int, default=512, help=f"puts per step (a step holds at most {STEP_OPS_MAX})")
+    parser.add_argument("--scrub", type=int, default=0, help="measure the freeing of so many dead entries instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with ExitStack() as stack:

@@ -12,10 +12,13 @@ from kvledger_streams.worker import SCRUB_BUSY_TIMES
 PIECE = Scrubbed(entries=30, rows=20, looked=50, slots=7, idle=False, ended=False)
 
 
+PAUSE = 0.25
+
+
 async def running(**changes: float) -> tuple[Faulty, Process]:
     kafka, index = Kafka(), Faulty(MemoryIndex())
     write(kafka, 1, length=5)
-    process = Process(kafka, index, **changes)
+    process = Process(kafka, index, scrub_seconds=PAUSE, **changes)
     await process.settle()
     index.budgets.clear()
     return index, process
@@ -24,7 +27,7 @@ async def running(**changes: float) -> tuple[Faulty, Process]:
 async def test_a_worker_scrubs_once_per_pause_within_its_budget() -> None:
     index, process = await running(scrub_budget_seconds=0.001)
     for _ in range(10):
-        process.clock += SETTINGS.scrub_seconds / 2
+        process.clock += PAUSE / 2
         await process.turn()
 
     assert index.budgets == [ScrubBudget(seconds=0.001)] * 5
@@ -49,7 +52,7 @@ async def test_a_worker_that_applies_scrubs_rarely_but_it_does() -> None:
     counts = []
     async with part.lock:  # a step is under way
         for pauses in (1, SCRUB_BUSY_TIMES - 1):
-            process.clock += SETTINGS.scrub_seconds * pauses
+            process.clock += PAUSE * pauses
             await process.turn()
             counts.append(len(index.budgets))
 
@@ -70,7 +73,7 @@ async def test_a_scrub_that_fails_is_counted_and_tried_again() -> None:
     index.scrub_faults += [Unavailable("Redis does not answer"), None]
     index.scrubs.append(PIECE)
     for _ in range(2):
-        process.clock += SETTINGS.scrub_seconds
+        process.clock += PAUSE
         await process.turn()
 
     counters = process.worker._telemetry.counters

@@ -34,7 +34,7 @@ def test_an_address_that_nobody_gave_is_asked_for_by_flag_and_variable(missing: 
         ("KVLEDGER_PARTITIONS", "-3", "partitions is -3"),
         ("KVLEDGER_STREAMS_RETRY_SECONDS_MIN", "9", "the back-off only grows"),
         ("KVLEDGER_STREAMS_SCRUB_BUDGET_SECONDS", "0.021", "routers wait for Redis"),
-        ("KVLEDGER_STREAMS_SCRUB_SECONDS", "0.002", "Redis has other work"),
+        ("KVLEDGER_STREAMS_SCRUB_SECONDS", "0.001", "Redis has other work"),
         ("KVLEDGER_STREAMS_FETCH_WAIT_SECONDS", "3", "an idle partition is heard of once per fetch wait"),
     ],
 )

@@ -8,6 +8,10 @@ from kvledger_engine.recording import Published, Step
 from kvledger_engine.standin import StandIn
 
 
+def _nobody(_batch: Published) -> None:
+    """Nobody wants to know."""
+
+
 def play(
     engine: StandIn,
     steps: Iterable[Step],
@@ -15,8 +19,11 @@ def play(
     batches_per_second: float | None,
     clock: Callable[[], float],
     wait: Callable[[float], bool],
+    published: Callable[[Published], None] = _nobody,
 ) -> int:
     """Publish every batch in order and return how many; None plays as fast as the socket takes them.
+
+    ``published`` is told of each batch once it is sent.
 
     ``wait(seconds)`` returns True to stop early. The pace is kept against the start, so that a late batch does not
     delay those after it.
@@ -29,5 +36,6 @@ def play(
         if wait(max(0.0, ahead)):
             break
         engine.publish(step.payload, step.topic, step.seq)
+        published(step)
         count += 1
     return count

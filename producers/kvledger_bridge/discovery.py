@@ -240,6 +240,8 @@ def _items(path: Path, name: str) -> list[Node]:
     other = [key for key in root.value if key != name]
     if other:
         raise InvalidConfig(f"{root.at(other[0])}: unknown key {other[0]!r}; the only one here is {name!r}")
+    if not root.value[name]:
+        raise InvalidConfig(f"{root.at(name)}: '{name}:' lists nothing; name at least one")
     return [root.children[name].children[i] for i in range(len(root.value[name]))]
 
 

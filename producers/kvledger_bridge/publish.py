@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
+from kvledger_bridge.errors import InvalidConfig
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_bridge.topics import Topics
@@ -223,7 +224,11 @@ class Publisher:
             "queue.buffering.max.kbytes": max(262_144, settings.queue_bytes_max * 4 // 1024),
             "error_cb": partial(self._error, self._generation),
         }
-        self._producer = Producer(self._options(options), logger=_silent)
+        try:
+            self._producer = Producer(self._options(options), logger=_silent)
+        except KafkaException as error:
+            # the client names the option and never its value
+            raise InvalidConfig(f"kafka_options (KVLEDGER_BRIDGE_KAFKA_OPTIONS): {error.args[0].str()}") from error
 
     def _watch_from(self, offset: int) -> None:
         self._consumer = Consumer(

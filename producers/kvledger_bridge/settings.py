@@ -124,7 +124,8 @@ def read_settings(flags: Mapping[str, Any], environment: Mapping[str, str]) -> S
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         # msgspec's text names the field and the type it wants, never the value: options may hold a password
-        msg = f"bad setting: {error}"
+        name = str(error).rpartition("$.")[2].rstrip("`")
+        msg = f"bad setting {name}, perhaps from {variable_of(name)}: {error}"
         raise InvalidConfig(msg) from error
     return checked(settings)
 

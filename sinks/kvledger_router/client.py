@@ -140,7 +140,7 @@ class Index:
             return self._no_opinion(prompt, asked, answer.why)
         holders = [judge(seat, facts, question) for seat, facts, question in self._cases(answer, prompt, asked)]
         holders += _others(answer.roster, asked)
-        return Match(self.model, prompt.tokens, holders, keys=prompt.by_stride)
+        return Match(self.model, prompt.tokens, holders, reason=self._nobody(answer.roster), keys=prompt.by_stride)
 
     async def explain(
         self,
@@ -158,7 +158,7 @@ class Index:
             return Explanation(self._no_opinion(prompt, asked, answer.why), ())
         reports = [report(seat, facts, question) for seat, facts, question in self._cases(answer, prompt, asked)]
         holders = [*(each.holder for each in reports), *_others(answer.roster, asked)]
-        match = Match(self.model, prompt.tokens, holders, keys=prompt.by_stride)
+        match = Match(self.model, prompt.tokens, holders, reason=self._nobody(answer.roster), keys=prompt.by_stride)
         place = {id(holder): at for at, holder in enumerate(match)}
         return Explanation(match, tuple(sorted(reports, key=lambda each: place[id(each.holder)])))
 
@@ -301,6 +301,10 @@ class Index:
                     asked=asked_of(seat, prompt, pulse, by_hash, switched_on=self._engine_hashes),
                 )
                 yield seat, facts, question
+
+    def _nobody(self, roster: Roster) -> str:
+        """What to say where the index knows no rank of the model: a mistyped name looks like an empty fleet."""
+        return "" if roster.seats else f"no rank of model {self.model!r} is in the index: is that its logical name?"
 
     def _no_opinion(self, prompt: Prompt, asked: frozenset[str] | None, why: str) -> Match:
         """Every rank asked for, as far as it was ever seen, as unknown."""

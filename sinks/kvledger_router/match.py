@@ -56,7 +56,8 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class Match:
-    """An answer; iterates over its holders, best first. ``opinion`` False: the index did not answer, ``reason`` why.
+    """An answer; iterates over its holders, best first. ``opinion`` False: the index did not answer, ``reason`` why;
+    with an opinion ``reason`` is empty, or says that the index knows no rank of the model.
 
     Best first: trusted ranks by max(hit, expected) tokens, then by what lower tiers add; then stale and uncertain ones
     by the same numbers; then unknown ones. Equal ones come in order of (replica, rank): spread ties yourself.

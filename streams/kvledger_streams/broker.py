@@ -15,7 +15,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, Resou
 from kvledger_streams.errors import Unavailable
 from kvledger_streams.progress import Bounds, Topic
 from kvledger_wire.errors import WrongTopic
-from kvledger_wire.topics import TopicSpec, differences
+from kvledger_wire.topics import EVENTS, TopicSpec, differences
 
 SHAPE = {"cleanup.policy": "delete", "message.timestamp.type": "LogAppendTime"}
 """Settings of the event topic without which the fold is wrong: compaction would punch holes, producers' clocks differ.
@@ -106,7 +106,9 @@ class Broker:
             answers = await asyncio.wait_for(asyncio.gather(*waiting), 2 * self._seconds)
         except KafkaException as error:
             if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                msg = f"topic {self._topic} is not there: create it with 'kvledger admin topics'"
+                prefix = self._topic.removesuffix(EVENTS)
+                flag = f" --topic-prefix {prefix}" if prefix else ""
+                msg = f"topic {self._topic} is not there: create it with 'kvledger admin topics{flag}'"
                 raise WrongTopic(msg) from error
             raise self._unavailable(error) from error
         except TimeoutError as error:

@@ -25,7 +25,7 @@ RECORDINGS = Path(__file__).parents[3] / "tests" / "fixtures" / "engine-traces"
 EXIT_DIFFERS = 1
 LINE_EVERY = 50
 """Without a terminal a line stands for so many predictions."""
-PLAIN_COLUMNS = 140
+PLAIN_COLUMNS = 100
 
 
 class Part(NamedTuple):
@@ -37,9 +37,9 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("hybrid-a", "gemma3_s11.jsonl.gz", "5 sliding-window groups + 1 full"),
-    Part("hybrid-b", "gemma3_vllm0.20.2_s51.jsonl.gz", "the same model, an older engine"),
-    Part("plain-c", "llama_s11.jsonl.gz", "full attention"),
+    Part("hybrid-a", "gemma3_s11.jsonl.gz", "5 window + 1 full"),
+    Part("hybrid-b", "gemma3_vllm0.20.2_s51.jsonl.gz", "5 window + 1 full"),
+    Part("plain-c", "llama_s11.jsonl.gz", "1 full"),
 )
 
 
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_COLUMNS)
-    console.print("kvledger demo: three engines that ran elsewhere, replayed over real sockets")
+    console.print(
+        "three recorded vLLM engines, replayed over real sockets; each request is predicted before it is answered"
+    )
     started = time.monotonic()
     with open_pipeline(kafka=args.kafka, redis=args.redis, progress=_say) as pipeline:
         board = Board(console)
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
             board.live = live if console.is_terminal else None
             reports = asyncio.run(_play(pipeline, args.recordings, board))
             live.update(board.table())
+        if not console.is_terminal:
+            console.print()
     return _totals(console, reports, time.monotonic() - started)
 
 
@@ -123,29 +127,27 @@ class Board:
         return watch
 
     def table(self) -> Table:
-        """The present state."""
-        table = Table(title="predicted before asking, compared after")
-        for head in ("replica", "engine", "groups"):
+        """The present state: the last prediction of each engine beside its answer, and the counts so far."""
+        table = Table()
+        for head in ("replica", "engine", "KV-cache groups"):
             table.add_column(head)
-        for head in ("requests", "predicted", "engine's own", "status", "exact", "over", "under"):
+        for head in ("predicted", "engine's own", "status", "exact", "wrong"):
             table.add_column(head, justify="right")
         for part in PARTS:
             row = self._rows.get(part.replica)
             if row is None:
-                table.add_row(part.replica, "", part.about, "0")
+                table.add_row(part.replica, "", part.about, "", "", "", "0", "0")
                 continue
             report, one = row
             table.add_row(
                 part.replica,
-                f"vLLM {report.engine}",
+                report.engine,
                 part.about,
-                str(report.predictions),
                 str(one.predicted),
-                "-" if one.actual is None else str(one.actual),
+                "" if one.actual is None else str(one.actual),
                 one.status,
-                str(report.exact),
-                str(report.over),
-                str(report.under),
+                f"{report.exact} of {report.predictions}",
+                str(report.over + report.under),
             )
         return table
 

@@ -15,6 +15,7 @@ from typing import Final
 from kvledger.admin import check_topics, connect, create_topics
 from kvledger.errors import EXIT_INTERRUPTED, BadInput, Unavailable
 from kvledger.stack import Process, Stack
+from kvledger_bridge.discovery import read_config
 from kvledger_wire.topics import EVENT_PARTITIONS_DEFAULT, topic_specs
 
 WATCH_SECONDS: Final = 0.2
@@ -85,6 +86,8 @@ def _validate(args: argparse.Namespace) -> None:
         if path is not None and not path.is_file():
             msg = f"{flag} {path} is not a file"
             raise BadInput(msg)
+    if args.replicas is not None:
+        read_config(args.replicas, args.models)  # what is wrong in them is said before anything is started
 
 
 def _topics(stack: Stack, args: argparse.Namespace) -> None:

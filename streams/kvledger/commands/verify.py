@@ -71,6 +71,7 @@ async def _files(pipeline: Pipeline, paths: list[Path], *, blind: bool, as_json:
         report = await check(pipeline, path, blind=blind, watch=watch)
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
+        _say(f"{path.name}: {report.exact} of {report.answered} exact, {report.seconds:.0f} s")
         reports.append(report)
         if as_json:
             sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")

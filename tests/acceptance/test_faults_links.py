@@ -290,11 +290,36 @@ def test_an_answer_that_breaks_its_promise_is_noticed(status: Status, tokens: in
 async def test_an_engine_that_restarts_behind_a_cut_and_looks_contiguous_is_another_life(
     pipeline: Pipeline, link: Callable[[str], Proxy], *, replay: bool
 ) -> None:
+    await restart_behind_a_cut(pipeline, link, replay=replay)
+
+
+SABOTAGE = """
+import kvledger_bridge.engine as engine
+engine.Session.disconnected = lambda session: None
+engine.Session._part = lambda session, why: None
+engine.judge = lambda known, answer: True
+"""
+"""Read by every Python that starts under it: a bridge that believes that whoever answers is the engine it knew."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_bridge_without_its_proofs_is_noticed(
+    stack: Stack, link: Callable[[str], Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    stack.start()
+    with Pipeline(stack) as pipeline, pytest.raises(pytest.fail.Exception, match=r"doubted|gone"):
+        await restart_behind_a_cut(pipeline, link, replay=True)
+
+
+async def restart_behind_a_cut(pipeline: Pipeline, link: Callable[[str], Proxy], *, replay: bool) -> None:
     """The new engine holds nothing; its sequence goes on where the old one's ended.
 
     old engine   0 ... 99 |
     link                  X cut, and nothing passes ........ | passes
-    new engine              0 ... 99 (no events)             | 100 101 102 ...
+    new engine              0 ... 99 (no events)             | 100 101 102
     answers      exact    | not exact, whatever they say     | <= 5 s: exact (or at least) nothing
     """
     meta, batches, oracle = recorded()

@@ -1,0 +1,94 @@
+"""One rank behaves as none should; its neighbours on the same bridge, fold and Redis must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvledger.stack import Stack
+from kvledger.verify.check import looking_ahead
+from kvledger.verify.pipeline import Pipeline, RunningEngine
+from kvledger_engine.recording import Meta, Published, Request, Reset, read
+
+RECORDING = Path(__file__).parents[1] / "fixtures/engine-traces/llama_s11.jsonl.gz"
+STORM_PER_SECOND = 200
+STORM_SECONDS_MIN = 2.0
+REQUESTS = 40
+FRESH_SECONDS_MAX = 2.0
+"""From publication to an exact answer that covers it, for the neighbour."""
+
+
+@pytest.fixture
+def pipeline(stack: Stack) -> Iterator[Pipeline]:
+    """A pipeline of its own on the run's services."""
+    stack.start()
+    with Pipeline(stack) as running:
+        yield running
+
+
+@asynccontextmanager
+async def storm(engine: RunningEngine, payload: bytes) -> AsyncIterator[list[int]]:
+    """The same batch again and again, at a steady rate; the list counts them."""
+    sent: list[int] = []
+
+    async def blow() -> None:
+        start = time.monotonic()
+        for number in itertools.count():
+            await asyncio.sleep(max(0.0, start + number / STORM_PER_SECOND - time.monotonic()))
+            sent.append(engine.standin.publish(payload))
+
+    task = asyncio.create_task(blow())
+    try:
+        yield sent
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.timeout(120)
+async def test_200_clears_a_second_leave_the_neighbour_exact_and_fresh(pipeline: Pipeline) -> None:
+    """Each batch of the storm stores a prompt's blocks and clears them; the neighbour serves recorded requests."""
+    meta, *steps = read(RECORDING)
+    assert isinstance(meta, Meta)
+    first: Any = msgspec.msgpack.decode(next(step.payload for step in steps if isinstance(step, Published)))
+    payload = msgspec.msgpack.encode([first[0], [*first[1], {"type": "AllBlocksCleared"}], first[2]])
+    stormy, calm = pipeline.attach({"stormy": meta.entry(), "calm": meta.entry()})
+    await stormy.settle()
+    await calm.settle()
+    delays: list[float] = []
+    async with storm(stormy, payload) as sent:
+        start = published = time.monotonic()
+        for step in looking_ahead(iter(steps)):
+            match step:
+                case Published():
+                    published = time.monotonic()
+                    await calm.publish(step)
+                case Request():
+                    answer = await calm.predict(step.tokens, lora=step.lora, salt=step.salt)
+                    delays.append(time.monotonic() - published)
+
+                    assert (answer.hit_tokens, answer.status) == (step.cached, "exact"), answer.reason
+                case Reset():
+                    break  # what follows is no longer predicted by events
+                case _:
+                    pass
+            if len(delays) >= REQUESTS and time.monotonic() > start + STORM_SECONDS_MIN:
+                break
+        lasted = time.monotonic() - start
+    stormy.heard(sent[-1])
+    after = await stormy.predict(list(range(64)))
+    for engine in (stormy, calm):
+        await engine.close()
+
+    assert len(sent) > lasted * STORM_PER_SECOND / 2, "a storm that did not blow proves nothing"
+    assert len(delays) >= REQUESTS
+    assert max(delays) < FRESH_SECONDS_MAX
+    assert (after.hit_tokens, after.status) == (0, "exact")

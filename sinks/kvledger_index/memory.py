@@ -186,11 +186,13 @@ class MemoryIndex:
                 slots = self._reslot(slots, op)
         if old and old.model != unit.model:
             changed |= self._leave(partition, unit.rank, old.model)
+        ranks[unit.rank] = _Rank(unit.after, slots, unit.model, unit.state)
+        if unit.leaves:
+            return changed | self._leave(partition, unit.rank, unit.model)
         if unit.card is not None:
             store.cards.setdefault(unit.model, {})[unit.rank] = unit.card
         if unit.card is not None or slots != (old.slots if old else _NO_SLOTS):
             changed.add(unit.model)
-        ranks[unit.rank] = _Rank(unit.after, slots, unit.model, unit.state)
         store.now.setdefault(unit.model, {})[unit.rank] = (unit.broker_ms, unit.now)
         return changed
 

@@ -135,6 +135,8 @@ class RankUnit(msgspec.Struct, frozen=True):
 
     A stored stamp at or above ``after`` makes the unit a duplicate (ignored); anything else refuses the whole call.
     A unit that leaves the stamp where it is may only unload (Drop).
+    ``leaves`` takes the rank out of the catalogue; its stamp and state stay, so that nothing old revives it, and its
+    next card brings it back. Such a unit drops the slots and has no card.
     ``state`` is the fold's own blob, handed back unread by ``load``. ``broker_ms`` is the log time of the last record.
     ``card`` None means unchanged.
     """
@@ -149,6 +151,7 @@ class RankUnit(msgspec.Struct, frozen=True):
     state: bytes
     card: Card | None
     broker_ms: int
+    leaves: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -252,6 +255,8 @@ def _check_unit(unit: RankUnit, partition: int) -> None:
     if unit.after == unit.before and any(not isinstance(op, Drop) for op in unit.ops):
         # readers tell by the stamp whether a rank's blocks changed; an unloading shows in the catalogue's version
         raise InvalidInput(f"unit of {unit.rank} changes blocks and leaves the stamp at {tuple(unit.after)}")
+    if unit.leaves and (unit.card is not None or unit.ops != (Drop(),)):
+        raise InvalidInput(f"unit of {unit.rank} leaves the catalogue and does more than dropping its slots")
     if unit.card is not None and (unit.card.model, unit.card.partition) != (unit.model, partition):
         have = (unit.card.model, unit.card.partition)
         raise InvalidInput(f"unit of {unit.rank}: card of {have}, unit of {(unit.model, partition)}")

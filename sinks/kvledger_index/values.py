@@ -98,6 +98,10 @@ def decode_now(raw: bytes) -> tuple[int, Now]:
         raise Corrupt(f"moving part of {len(raw)} bytes: {error}") from error
 
 
+LEAVE = b"-"
+"""In place of a card: the rank leaves the catalogue. A card starts with the head of an array, never with this."""
+
+
 def encode_card(card: Card) -> bytes:
     """A card as the functions store it, behind partition and slots."""
     return _card_encoder.encode(card)

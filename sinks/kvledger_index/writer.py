@@ -31,6 +31,7 @@ from kvledger_index.units import (
     check_step,
 )
 from kvledger_index.values import (
+    LEAVE,
     NEVER_BYTES,
     decode_partition,
     decode_rank,
@@ -159,7 +160,7 @@ class RedisWriter:
                 encode_stamp(unit.after),
                 encode_now(unit.broker_ms, unit.now),
                 unit.state,
-                b"" if unit.card is None else encode_card(unit.card),
+                LEAVE if unit.leaves else b"" if unit.card is None else encode_card(unit.card),
                 ops,
             )
         adds = any(isinstance(op, Put) and op.add for unit in step.units for op in unit.ops)

@@ -44,7 +44,7 @@ LogRecord = tuple[int, int, bytes | None, bytes | None]
 """(offset, log time in ms, key, value)."""
 
 
-NoteKind = Literal["opened", "unloaded", "unreadable_value", "unreadable_key", "misplaced"]
+NoteKind = Literal["opened", "unloaded", "unreadable_value", "unreadable_key", "misplaced", "forgotten"]
 
 
 class Note(NamedTuple):
@@ -67,6 +67,7 @@ class Tally(msgspec.Struct):
     unreadable_values: int = 0
     unreadable_keys: int = 0
     misplaced: int = 0
+    forgotten: int = 0
     notes: list[Note] = []
 
     def note(self, kind: NoteKind, rank: str, offset: int, why: str) -> None:
@@ -80,7 +81,8 @@ class PartitionState(msgspec.Struct):
 
     ``restart`` is what the index has stored as such, ``read`` the next offset to read, ``broker_ms`` the newest log
     time known. ``tails`` names the ranks with an unfinished unit and where it began. ``partitions`` is the topic's
-    count, ``cards`` what the catalogue was last given, ``tiers`` what lower tiers did.
+    count, ``cards`` what the catalogue was last given, ``tiers`` what lower tiers did. ``heard`` is the log time of
+    each rank's last unit, ``forgotten`` names those that left the catalogue and were not heard of since.
     """
 
     partition: int
@@ -93,6 +95,8 @@ class PartitionState(msgspec.Struct):
     cards: dict[str, Card | None]
     tails: dict[str, int]
     tiers: dict[str, Tiers]
+    heard: dict[str, int]
+    forgotten: set[str]
 
 
 class _Blob(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +105,8 @@ class _Blob(msgspec.Struct, frozen=True, array_like=True):
     version: int
     state: RankState
     tiers: tuple[tuple[int, int, int, bool], ...] = ()
+    heard_ms: int = -1
+    forgotten: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -120,6 +126,8 @@ def resume(
     ranks: dict[str, RankState] = {}
     cards: dict[str, Card | None] = {}
     tiers: dict[str, Tiers] = {}
+    heard: dict[str, int] = {}
+    forgotten: set[str] = set()
     for rank, (stamp, blob) in stored.items():
         try:
             kept = _decoder.decode(blob)
@@ -131,7 +139,12 @@ def resume(
             raise UnreadableState(msg)
         ranks[rank] = kept.state
         tiers[rank] = {(lane, medium): (last, removes) for lane, medium, last, removes in kept.tiers}
-        cards[rank] = card_of(kept.state, partition) if kept.version == STATE_VERSION else None
+        # older builds did not keep the time: silence counts from now on
+        heard[rank] = kept.heard_ms if kept.heard_ms >= 0 else broker_ms
+        if kept.forgotten:
+            forgotten.add(rank)
+        known = kept.version == STATE_VERSION and not kept.forgotten
+        cards[rank] = card_of(kept.state, partition) if known else None
     return PartitionState(
         partition=partition,
         partitions=partitions,
@@ -143,6 +156,8 @@ def resume(
         cards=cards,
         tails={},
         tiers=tiers,
+        heard=heard,
+        forgotten=forgotten,
     )
 
 
@@ -177,6 +192,66 @@ def fold(
         if cut.full:
             yield cut.step(at_end=False)
     yield cut.step(at_end=state.read >= end)
+
+
+def forget(state: PartitionState, seconds: float, *, nonce: Callable[[], bytes], tally: Tally) -> Step | None:
+    """A step that takes closed ranks, and those unheard of for ``seconds``, out of the catalogue; None: there are none.
+
+    To be asked for at the log's end only, where nothing of them is still to be read. Time is the log's: the newest
+    record of the partition less the rank's last unit, so a silent partition forgets nobody. Owner, life and n stay, so
+    records of a fenced owner stay fenced; the rank is unloaded and comes back with its next Opened. At most
+    RANKS_PER_STEP_MAX ranks at once. O(ranks).
+    """
+    since = state.broker_ms - int(seconds * 1000)
+    due = [
+        rank
+        for rank, each in state.ranks.items()
+        if rank not in state.forgotten and each.entry is not None and (each.closed or state.heard[rank] < since)
+    ]
+    if not due:
+        return None
+    units = tuple(_farewell(state, rank, tally) for rank in due[:RANKS_PER_STEP_MAX])
+    restart = min(state.tails.values(), default=state.read)
+    step = Step(
+        partition=state.partition,
+        topic_id=state.topic_id,
+        restart_before=state.restart,
+        restart=restart,
+        read=state.read,
+        units=units,
+        at_end=True,
+        broker_ms=state.broker_ms,
+        nonce=nonce(),
+    )
+    state.restart = restart
+    return step
+
+
+def _farewell(state: PartitionState, rank: str, tally: Tally) -> RankUnit:
+    """Keep of a rank what tells old records from new ones, and which model it was of."""
+    old, heard_ms = state.ranks[rank], state.heard[rank]
+    kept = RankState(
+        owner=old.owner, life=old.life, n=old.n, closed=old.closed, entry=old.entry, stride=old.stride, at=old.at
+    )
+    state.ranks[rank], state.cards[rank], state.tiers[rank] = kept, None, {}
+    state.tails.pop(rank, None)
+    state.forgotten.add(rank)
+    why = "closed" if old.closed else f"unheard of for {(state.broker_ms - heard_ms) // 1000} s"
+    tally.forgotten += 1
+    tally.note("forgotten", rank, state.read, why)
+    stamp = stamp_of(kept)
+    return RankUnit(
+        rank=rank,
+        model=old.entry.model if old.entry else "",
+        before=stamp,
+        after=stamp,
+        ops=(Drop(),),
+        now=now_of(kept, {}, heard_ms),
+        state=_encoder.encode(_Blob(STATE_VERSION, kept, (), heard_ms, forgotten=True)),
+        card=None,
+        broker_ms=heard_ms,
+        leaves=True,
+    )
 
 
 class _Making:
@@ -326,6 +401,8 @@ class _Cut:
         kept = msgspec.structs.replace(state, tail=(), tail_from=-1) if state.tail else state
         tiers = self._state.tiers.get(rank, {})
         told = tuple((*tier, *known) for tier, known in tiers.items())
+        self._state.heard[rank] = making.broker_ms
+        self._state.forgotten.discard(rank)
         return RankUnit(
             rank=rank,
             model=state.entry.model if state.entry else "",
@@ -333,7 +410,7 @@ class _Cut:
             after=stamp_of(state),
             ops=tuple(making.ops),
             now=now_of(state, tiers, making.broker_ms),
-            state=_encoder.encode(_Blob(STATE_VERSION, kept, told)),
+            state=_encoder.encode(_Blob(STATE_VERSION, kept, told, making.broker_ms)),
             card=card if changed else None,
             broker_ms=making.broker_ms,
         )

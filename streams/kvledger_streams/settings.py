@@ -50,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Back-off of a partition that is blocked; doubles from min to max."""
     topic_check_seconds: float = 5.0
     """How often the topic's id and partition count are looked at: a topic of the same name may be another one."""
+    forget_seconds: float = 86_400.0
+    """By the log's clock: a rank that was silent for so long leaves the catalogue, and its blocks go."""
     scrub_seconds: float = 0.1
     """Between two scrubs of what dead slots occupy in Redis; ten times as long while batches are applied."""
     scrub_budget_seconds: float = 0.002

@@ -11,6 +11,7 @@ Logs are JSON lines on stdout. Tests and operators look for ``event``; texts may
     partition_resynced     warning  nothing once; often: two workers or a Redis that loses writes
     rank_opened            info     nothing
     rank_unloaded          warning  look at the bridge of that rank: the log has a hole there
+    rank_forgotten         info     nothing: it was closed, or silent for long, and left the catalogue
     record_unreadable      warning  a writer of another version, or junk: the key's rank is unloaded
     record_misplaced       warning  partitions were added to the topic: use a new topic prefix
     topic_changed          warning  the topic was re-created or grew: partitions are rebuilt
@@ -49,6 +50,7 @@ Code = Literal[
     "partition_resynced",
     "rank_opened",
     "rank_unloaded",
+    "rank_forgotten",
     "record_unreadable",
     "record_misplaced",
     "topic_changed",
@@ -74,6 +76,7 @@ REPEATS_KNOWN_MAX: Final = 1_000
 _NOTE_CODES: Final[dict[str, tuple[Code, Level]]] = {
     "opened": ("rank_opened", "info"),
     "unloaded": ("rank_unloaded", "warning"),
+    "forgotten": ("rank_forgotten", "info"),
     "unreadable_value": ("record_unreadable", "warning"),
     "unreadable_key": ("record_unreadable", "warning"),
     "misplaced": ("record_misplaced", "warning"),

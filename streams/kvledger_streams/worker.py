@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
-from kvledger_index.units import NONCE_BYTES, ScrubBudget
+from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
 from kvledger_streams.errors import Unavailable, UnreadableState
-from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, fresh, resume
+from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, forget, fresh, resume
 from kvledger_streams.progress import Bounds, Topic, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
@@ -293,20 +293,25 @@ class Worker:
     async def _advance(self, part: _Partition, state: PartitionState, records: Iterable[LogRecord], end: int) -> None:
         """Fold records and apply the steps, in order, each after the one before."""
         for step in fold(state, records, end=end, nonce=_nonce, tally=self.tally):
-            outcome = await self._writer.apply(step)
-            if outcome.verdict == "refused":
-                self._telemetry.counters.refused += 1
-                raise _Resync(outcome.why)
-            self._telemetry.counters.steps += 1
-            self._telemetry.counters.units += outcome.applied
-            self._telemetry.counters.duplicates += outcome.duplicates
-            part.failures, part.applied = 0, step.read
-            if step.at_end:
-                part.stamped_at = self._now()
-            self._observe(part, state)
+            await self._apply(part, state, step)
+
+    async def _apply(self, part: _Partition, state: PartitionState, step: Step) -> None:
+        outcome = await self._writer.apply(step)
+        if outcome.verdict == "refused":
+            self._telemetry.counters.refused += 1
+            raise _Resync(outcome.why)
+        self._telemetry.counters.steps += 1
+        self._telemetry.counters.units += outcome.applied
+        self._telemetry.counters.duplicates += outcome.duplicates
+        part.failures, part.applied = 0, step.read
+        if step.at_end:
+            part.stamped_at = self._now()
+        self._observe(part, state)
 
     async def _stamp_idle(self) -> None:
-        """Say of each partition at whose end we stand that somebody does: a rank without news is gone then."""
+        """Say of each partition at whose end we stand that somebody does: a rank without news is gone then, and after
+        long silence forgotten.
+        """
         for part in list(self._partitions.values()):
             due = self._now() - part.stamped_at >= self._settings.alive_seconds
             if part.state is None or not due or part.lock.locked() or self._stopping or self._source is None:
@@ -317,9 +322,17 @@ class Worker:
             async with part.lock:
                 if part.state is not None:
                     try:
-                        await self._advance(part, part.state, (), end)
+                        await self._stamp(part, part.state, end)
                     except Exception as error:  # noqa: BLE001 - the partition waits and is placed again
                         self._lose(part, error)
+
+    async def _stamp(self, part: _Partition, state: PartitionState, end: int) -> None:
+        if state.read >= end:  # a batch may have been taken since
+            gone = forget(state, self._settings.forget_seconds, nonce=_nonce, tally=self.tally)
+            if gone is not None:
+                await self._apply(part, state, gone)
+                self._telemetry.notes(part.number, self.tally)
+        await self._advance(part, state, (), end)
 
     async def _commit(self) -> None:
         moved = {

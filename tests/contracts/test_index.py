@@ -401,6 +401,62 @@ async def test_changes_take_effect_in_their_order(pair: Pair, fold: Fold) -> Non
     assert await claims(pair.reader) == {((A, "gpu", 0), PATH[0]), ((A, "gpu", 0), PATH[2])}
 
 
+# --- leaving the catalogue
+
+
+async def leave(fold: Fold, rank: str, **changes: Any) -> Any:
+    stamp = fold.stamps[rank]
+    return await fold.do(rank, Drop(), before=stamp, after=stamp, card=None, leaves=True, **changes)
+
+
+async def test_a_rank_that_leaves_is_in_no_catalogue_and_its_stamp_stays(pair: Pair, fold: Fold) -> None:
+    await fold.do(A, Bind(), put(PATH))
+    await fold.do(B, Bind(), put(PATH, 0, 2))
+    before, stamp = await pair.reader.catalogue(MODEL), fold.stamps[A]
+    outcome = await leave(fold, A, state=b"gone")
+
+    assert outcome == ("applied", 1, 0, "")
+    after = await pair.reader.catalogue(MODEL)
+    assert set(after.ranks) == {B}
+    assert after.version != before.version
+    assert await claims(pair.reader) == {((B, "gpu", 0), key) for key in PATH[:2]}
+    assert (await look(pair.reader, PATH))[1].pulses.keys() == {B}
+    assert (await pair.writer.load(0)).ranks[A] == (stamp, b"gone")
+    assert (await leave(fold, A)).applied == 1, "twice is once"
+
+
+async def test_records_from_before_a_rank_left_do_not_bring_it_back(pair: Pair, fold: Fold) -> None:
+    old = fold.unit(A, Bind(), put(PATH))
+    await fold.apply(old)
+    await leave(fold, A)
+    again = await fold.apply(old)
+
+    assert (again.applied, again.duplicates) == (0, 1)
+    assert await pair.reader.models() == []
+    assert (await pair.reader.catalogue(MODEL)) == Catalogue(b"", {})
+
+
+async def test_a_card_brings_a_rank_back(pair: Pair, fold: Fold) -> None:
+    await fold.do(A, Bind(), put(PATH))
+    await leave(fold, A)
+    await fold.do(A, Bind(), put(PATH, 0, 3), card=card())
+
+    assert set((await pair.reader.catalogue(MODEL)).ranks) == {A}
+    assert await claims(pair.reader) == {((A, "gpu", 0), key) for key in PATH[:3]}
+
+
+async def test_a_rank_that_another_partition_took_over_stays_when_it_leaves_the_old_one(pair: Pair, fold: Fold) -> None:
+    await fold.do(A, Bind(), put(PATH))
+    new = Fold(pair.writer, partition=1)
+    await new.seek()
+    await new.do(A, Bind(), put(PATH, 0, 2))
+    before = await pair.reader.catalogue(MODEL)
+    await leave(fold, A)
+
+    assert await pair.reader.catalogue(MODEL) == before
+    assert await claims(pair.reader) == {((A, "gpu", 0), key) for key in PATH[:2]}
+
+
 # --- bounds
 
 
@@ -417,6 +473,8 @@ def broken_steps() -> dict[str, Any]:
         "rank": lambda f: f.step(f.unit("replica-a")),
         "stamp": lambda f: f.step(f.unit(A, before=Stamp(1, 1, 1, 1), after=Stamp(1, 1, 1, 0))),
         "blocks without a stamp": lambda f: f.step(f.unit(A, put(PATH), before=f.stamps[A], after=f.stamps[A])),
+        "leaving with a card": lambda f: f.step(f.unit(A, Drop(), card=card(), leaves=True)),
+        "leaving with blocks": lambda f: f.step(f.unit(A, leaves=True)),
         "card's model": lambda f: f.step(f.unit(A, card=card("other"))),
         "card's partition": lambda f: f.step(f.unit(A, card=card(partition=1))),
         "no keys": lambda f: f.step(f.unit(A, Put(True, "gpu", 0, 1, 1, 0, (), 0))),

@@ -4,7 +4,8 @@
 -- ARGV     1 partition (decimal) · 2 topic id · 3 restart offset expected (8 bytes) · 4 restart and read offset (16 bytes)
 --          5 '1' at the log's end, else '0' · 6 newest log time (8 bytes) · 7 catalogue version to give (16 bytes)
 --          8 new slots needed at most (decimal) · 9 the stamp below all others (32 bytes)
---          then per unit: rank · model · stamp before · stamp after · moving part · state · card or '' · ops
+--          then per unit: rank · model · stamp before · stamp after · moving part · state · card, '' (unchanged) or '-'
+--          (the rank leaves the catalogue) · ops
 --          ops: 'B' new life | 'C' medium | 'D' unload | 'R' row (8), puts (u32le), then per put: 1 add or 0 remove,
 --          medium, lane, position, n (a byte each), mask u16le, parent (8), n x key (8)
 -- returns  {1, applied, duplicates} | {0, 'partition'} | {0, 'progress', topic id, restart} | {0, 'rank', rank, stamp};
@@ -120,6 +121,10 @@ local function apply_unit(pre, partition, value, args, i, touched)
   local before, old_model = split_rank(value)
   local slots = run_ops(pre, before, args[i + 7])
   if old_model and old_model ~= model then leave(pre, partition, rank, old_model, touched) end
+  if card == '-' then
+    leave(pre, partition, rank, model, touched)
+    return args[i + 3] .. slots .. pack('<I2', #model) .. model .. args[i + 5]
+  end
   local cat = pre .. 'cat:' .. model
   if card ~= '' then
     call('HSET', cat, rank, partition .. slots .. card)

@@ -24,6 +24,7 @@ import yaml
 
 from kvledger_bridge.errors import InvalidConfig
 from kvledger_bridge.sockets import Endpoints
+from kvledger_index.enginehash import SEED_DEFAULT, Algorithm, ExtraForm, Scheme
 from kvledger_index.model import GROUP_MAX, KNOWN_KINDS, GroupSpec, ModelEntry
 from kvledger_wire.partition import REPLICA_PATTERN
 
@@ -34,6 +35,7 @@ REPLICAS_MAX = 4_096
 """Ranks of one bridge: three sockets each."""
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^:\[\]/;]+):(?P<port>\d{1,5})\Z")
+_HEX = re.compile(r"(?:[0-9a-f]{2})*\Z")
 _FIELD = re.compile(r"at `\$\.(\w+)")
 _UNKNOWN = re.compile(r"unknown field `(\w+)`")
 _ANY_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104 - recognised, not bound
@@ -69,6 +71,16 @@ class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eagle: bool = False
 
 
+class _Scheme(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scheme as a mapping; ``none`` is NONE_HASH in hex where the engine's seed was random and is known."""
+
+    algorithm: Algorithm = "sha256"
+    seed: str = SEED_DEFAULT
+    extras: ExtraForm | None = None
+    paths: dict[str, str] = {}
+    none: str = ""
+
+
 class Node(NamedTuple):
     """A YAML value with the place where it stands; children keep theirs."""
 
@@ -98,6 +110,14 @@ def read_models(path: Path) -> dict[str, ModelEntry]:
                 raise InvalidConfig(f"{node.at('model')}: the name {name!r} is already that of another model entry")
             entries[name] = entry
     return entries
+
+
+def checked_entry(content: dict[str, object]) -> ModelEntry:
+    """One model entry given as the mapping that a models file would hold; raises InvalidConfig."""
+    tree = yaml.compose(yaml.safe_dump(content, sort_keys=False), Loader=yaml.SafeLoader)
+    if tree is None:
+        raise InvalidConfig("the entry is empty")
+    return _entry(_node(tree, Path("entry")))
 
 
 def read_replicas(path: Path, entries: Mapping[str, ModelEntry]) -> list[RankConfig]:
@@ -156,6 +176,12 @@ def _entry(node: Node) -> ModelEntry:
         if not isinstance(listed, list):
             raise InvalidConfig(f"{node.at('groups')}: groups must be a list of mappings with a key 'group' each")
         groups = [_group(node.children["groups"].children[i]) for i in range(len(listed))]
+        if plain.get("hash_scheme") is not None:
+            scheme = _convert(node.children["hash_scheme"], _Scheme)
+            if not _HEX.match(scheme.none):
+                raise InvalidConfig(f"{node.children['hash_scheme'].at('none')}: none must be NONE_HASH in hex digits")
+            paths = tuple(scheme.paths.items())
+            plain["hash_scheme"] = Scheme(scheme.algorithm, scheme.seed, scheme.extras, paths, none=scheme.none)
     entry = _convert(Node(plain, node.where, node.children), ModelEntry)
     entry = msgspec.structs.replace(entry, groups=tuple(groups))
     _check_entry(node, entry)

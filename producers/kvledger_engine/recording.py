@@ -9,6 +9,7 @@ Extra fields are ignored; a kind that is not known is an :class:`Other`. Order o
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from typing import Annotated, Any, BinaryIO, cast
 import msgspec
 
 from kvledger_engine.errors import BadRecording
+from kvledger_index.enginehash import ALGORITHMS, SEED_DEFAULT, ExtraForm, Scheme
 from kvledger_index.model import SLIDING_KINDS, GroupSpec, ModelEntry
 
 Seq = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -26,6 +28,8 @@ Media = tuple[int, int, str]
 """(offset, length, identifier) of one multimodal item of a prompt, in tokens."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})")
+_HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}\Z")
 _CHUNKED = "chunked_local_attention"
 
 
@@ -41,28 +45,41 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Meta(msgspec.Struct, frozen=True, tag_field="t", tag="meta"):
-    """What was recorded. A new one starts another engine."""
+    """What was recorded. A new one starts another engine.
 
-    model: str | None = None
-    trace: str | None = None
-    vllm: str | None = None
-    groups: tuple[Group, ...] = ()
+    ``hash_algo``, ``none_hash_seed``, ``none_hash`` and ``loras`` (name to path) say how it hashed, where recorded.
+    """
+
+    model: Any = None
+    trace: Any = None
+    vllm: Any = None
+    groups: tuple[Group, ...] | None = None
     config: dict[str, Any] | None = None
-    num_blocks: int | None = None
     hash_block_size: int | None = None
     cache_hit_alignment_tokens: int | None = None
     partial_hash_hits: bool | None = None
     eagle_groups: tuple[int, ...] | None = None
-    report_mode: str | None = None
+    report_mode: Any = None
+    hash_algo: Any = None
+    none_hash_seed: Any = None
+    none_hash: Any = None
+    loras: Any = None
 
     @property
     def name(self) -> str:
         """The logical model name: ``model``, else the trace's name."""
-        return self.model or self.trace or "recording"
+        return str(self.model or self.trace or "recording")
+
+    @property
+    def engine(self) -> str | None:
+        """The release that was recorded, as text."""
+        return None if self.vllm is None else str(self.vllm)
 
     def entry(self, model: str | None = None) -> ModelEntry:
         """What an operator would write in the models file for this engine, under ``model`` or the own name."""
-        chunk = (self.config or {}).get("attention_chunk_size")
+        config = self.config or {}
+        inner = config.get("text_config")
+        chunk = config.get("attention_chunk_size") or (isinstance(inner, dict) and inner.get("attention_chunk_size"))
         eagle = set(self.eagle_groups or ())
         groups = tuple(
             GroupSpec(
@@ -70,10 +87,10 @@ class Meta(msgspec.Struct, frozen=True, tag_field="t", tag="meta"):
                 kind=g.kind,
                 block_size=g.block_size,
                 window=g.sliding_window if g.kind in SLIDING_KINDS else None,
-                chunk=g.attention_chunk_size or (chunk if g.kind == _CHUNKED else None),
+                chunk=g.attention_chunk_size or (chunk or None if g.kind == _CHUNKED else None),
                 eagle=bool(g.is_eagle) or g.group_idx in eagle,
             )
-            for g in self.groups
+            for g in self.groups or ()
         )
         return ModelEntry(
             model=model or self.name,
@@ -84,7 +101,32 @@ class Meta(msgspec.Struct, frozen=True, tag_field="t", tag="meta"):
             full_reports=self.report_mode == "full",
             # only text models were recorded with their configuration: bare strings of old engines are then salts
             multimodal=False if self.config is not None and "vision_config" not in self.config else None,
+            hash_scheme=self.scheme(),
         )
+
+    def scheme(self) -> Scheme | None:
+        """How the engine hashed, where the recording says so; else the bridge finds out."""
+        if self.hash_algo not in ALGORITHMS:
+            return None
+        seed = self.none_hash_seed if isinstance(self.none_hash_seed, str) else SEED_DEFAULT
+        paths = self.loras if isinstance(self.loras, dict) else {}
+        known = Scheme(
+            self.hash_algo,
+            seed,
+            _extra_form(self.engine),
+            tuple((str(name), str(path)) for name, path in paths.items()),
+        )
+        told = self.none_hash if isinstance(self.none_hash, str) and _HEX.match(self.none_hash) else ""
+        return known if not told or known.none_hash.hex() == told else msgspec.structs.replace(known, none=told)
+
+
+def _extra_form(release: str | None) -> ExtraForm | None:
+    """The form of extra keys of a release (ENGINE.md §4)."""
+    found = _RELEASE.match(release or "")
+    if found is None:
+        return None
+    number = (int(found[1]), int(found[2]))
+    return "tagged" if number >= (0, 31) else "offsets" if number >= (0, 19) else "bare"
 
 
 class Published(msgspec.Struct, frozen=True):

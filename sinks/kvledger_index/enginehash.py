@@ -40,7 +40,8 @@ class Scheme(msgspec.Struct, frozen=True, array_like=True):
 
     ``extras`` None: not known, so only prompts without LoRA, salt and media can be chained. ``paths`` are (LoRA name,
     path) of adapters; from 0.31 on the path is hashed and not on the wire. ``block`` is the hash block size in tokens
-    under which the scheme was proven, where it was found out.
+    under which the scheme was proven, where it was found out. ``none`` is NONE_HASH itself (hex) of an engine whose
+    seed was random, where somebody knows it.
     """
 
     algorithm: Algorithm = "sha256"
@@ -48,11 +49,18 @@ class Scheme(msgspec.Struct, frozen=True, array_like=True):
     extras: ExtraForm | None = None
     paths: tuple[tuple[str, str], ...] = ()
     block: int | None = None
+    none: str = ""
 
     @property
     def none_hash(self) -> bytes:
-        """The parent of every first block."""
-        return _none_hash(self.algorithm, self.seed)
+        """The parent of every first block. Raises InvalidInput where ``none`` is no hex."""
+        if not self.none:
+            return _none_hash(self.algorithm, self.seed)
+        try:
+            return bytes.fromhex(self.none)
+        except ValueError as error:
+            msg = f"NONE_HASH must be hex digits, got {len(self.none)} characters that are not"
+            raise InvalidInput(msg) from error
 
 
 class Item(NamedTuple):

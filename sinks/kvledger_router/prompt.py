@@ -62,8 +62,9 @@ class Prompt:
         self.looked_up = min(self.tokens, PROMPT_TOKENS_MAX)
         self.by_stride: dict[int, tuple[int, ...]] = {}
         self._media = sorted(map(_checked, media), key=lambda item: item.offset)
-        self._lora, self._salt = lora, salt
-        self._root = root_key(model, lora, salt)
+        # the engine tests both for truth: an empty name or salt is none
+        self._lora, self._salt = lora or None, salt or None
+        self._root = root_key(model, self._lora, self._salt)
         self._bytes = packed[: self.looked_up * 4]
         self._by_way: dict[Way, tuple[int, ...]] = {}
 

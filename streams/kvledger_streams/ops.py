@@ -63,14 +63,16 @@ def groups_of(state: RankState) -> tuple[GroupSpec, ...]:
     """The groups that have a part in a hit on this rank, the wire's facts laid under the entry's.
 
     Numbered GPU events (or none yet): the entry's numbered groups and those heard. GPU events without a group: the
-    entry's group ``null``, by default one full-attention group. Offload events do not decide.
+    entry's group ``null``, else its only group whatever the number (an engine before 0.20 has one), by default one
+    full-attention group. Offload events do not decide.
     """
     entry = {spec.group: spec for spec in state.entry.groups} if state.entry else {}
     wire = {spec.group: spec for spec in state.groups}
     numbers = {group for group in (*entry, *wire, *state.heard) if group is not None}
     bare = None in state.heard_gpu and len(state.heard_gpu) == 1
     if bare or (not numbers and None in entry):
-        spec = _lay(None, entry.get(None), wire.get(None))
+        only = next(iter(entry.values())) if len(entry) == 1 else None
+        spec = _lay(None, entry.get(None, only), wire.get(None))
         return (spec if spec.kind else msgspec.structs.replace(spec, kind="full_attention"),)
     return tuple(_lay(group, entry.get(group), wire.get(group)) for group in sorted(numbers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -117,15 +119,54 @@ def test_the_filter_names_bad_lines_and_goes_on(verify: Any) -> None:
         '{"t":"meta","model":"m","groups":[{"group_idx":0,"kind":"full_attention","block_size":16}]}',
         '{"t":"ev","seq":"x"}',
         '{"t":"ask","id":1,"tokens":[1,2,3]}',
+        '{"t":"ask","id":2,"tokens":[1,2,3],"mm":[[-1,5,"x"]]}',
+        '{"t":"ask","id":3,"tokens":[1,2,3],"salt":""}',
+        '{"t":"meta","model":"m","groups":[{"group_idx":-1,"kind":"full_attention","block_size":16}]}',
+        '{"t":"ask","id":4,"tokens":[1,2,3]}',
+        '{"t":"meta","model":"m","groups":"x"}',
+        '{"t":"ask","id":5,"tokens":[1,2,3]}',
     ]
     out, err = child.communicate("\n".join(lines) + "\n", timeout=60)
 
     assert [json.loads(line) for line in out.splitlines()] == [
-        {"id": 1, "predicted": 0, "status": "exact", "as_of": -1}
+        {"id": 0, "predicted": 0, "status": "unknown", "as_of": -1},
+        {"id": 1, "predicted": 0, "status": "exact", "as_of": -1},
+        {"id": 2, "predicted": 0, "status": "unknown", "as_of": -1},
+        {"id": 3, "predicted": 0, "status": "exact", "as_of": -1},
+        {"id": 4, "predicted": 0, "status": "unknown", "as_of": -1},
+        {"id": 5, "predicted": 0, "status": "unknown", "as_of": -1},
     ]
     assert child.returncode == 2
-    for number in (1, 2, 4):
-        assert f"line {number}:" in err
+    for number in (1, 2, 4, 6, 8, 9, 10, 11):
+        assert f"line {number}:" in err, number
+    assert "group -1 is outside" in err
+
+
+def test_a_restarted_engine_is_never_answered_from_its_old_life(verify: Any) -> None:
+    """The new life's first batch has the number that the old life's picture stands at.
+
+    old life  seq 0: prompt A          ask A -> 16
+    restart   seq 0: prompt B          ask A ->  0, ask B -> 16
+    """
+    tokens = {"a": list(range(100, 117)), "b": list(range(500, 517))}
+    meta = {"t": "meta", "model": "m", "groups": [{"group_idx": 0, "kind": "full_attention", "block_size": 16}]}
+
+    def batch(name: str, digest: int) -> dict[str, Any]:
+        event = {
+            "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": None, "token_ids": tokens[name][:16],
+            "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0,
+        }  # fmt: skip
+        payload = msgspec.msgpack.encode([1.0, [event], 0])
+        return {"t": "ev", "seq": 0, "p": base64.b64encode(payload).decode()}
+
+    asks = [{"t": "ask", "id": name, "tokens": tokens[name]} for name in ("a", "b")]
+    child = verify("-")
+    lines = [meta, batch("a", 1), asks[0], batch("b", 2), *asks]
+    out, err = child.communicate("".join(json.dumps(line) + "\n" for line in lines), timeout=90)
+
+    assert [(reply["id"], reply["predicted"], reply["status"]) for reply in map(json.loads, out.splitlines())] == [
+        ("a", 16, "exact"), ("a", 0, "exact"), ("b", 16, "exact"),
+    ], err  # fmt: skip
 
 
 def test_an_unreadable_payload_costs_exactness_not_the_run(verify: Any) -> None:

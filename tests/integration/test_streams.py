@@ -236,7 +236,8 @@ def test_a_topic_that_is_not_there_ends_the_process_with_the_command_that_makes_
 
     assert worker.process.returncode == 1
     assert worker.process.tail() == (
-        f"kvledger: topic {world.prefix}kvledger.events is not there: create it with 'kvledger admin topics'"
+        f"kvledger: topic {world.prefix}kvledger.events is not there: create it with "
+        f"'kvledger admin topics --topic-prefix {world.prefix}'"
     )
 
 

@@ -47,7 +47,8 @@ def test_events_without_a_group_take_the_entrys_null_group() -> None:
 
 
 def test_events_without_a_group_are_full_attention_where_nobody_says_else() -> None:
-    state = heard((GroupSpec(0, "mamba"),), (GroupSpec(None, None, 32),), heard=(None,), heard_gpu=(None,))
+    several = (GroupSpec(0, "mamba"), GroupSpec(1, "full_attention"))
+    state = heard(several, (GroupSpec(None, None, 32),), heard=(None,), heard_gpu=(None,))
 
     assert groups_of(state) == (GroupSpec(None, "full_attention", 32),)
 
@@ -79,3 +80,14 @@ def test_a_rank_that_mixes_both_is_uncertain() -> None:
     assert card is not None
     assert card.uncertain == (MIXED_GROUPS,)
     assert [group.group for group in card.groups] == [0]
+
+
+def test_events_without_a_group_take_the_only_group_of_the_entry_whatever_its_number() -> None:
+    """An engine before 0.20 has one group; naming it 0 in the entry must not turn a window into full attention."""
+    state = RankState(
+        entry=ModelEntry(model="m", groups=(GroupSpec(0, "sliding_window", 32, window=128),)),
+        heard=(None,),
+        heard_gpu=(None,),
+    )
+
+    assert groups_of(state) == (GroupSpec(None, "sliding_window", 32, window=128),)

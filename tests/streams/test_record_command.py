@@ -69,7 +69,9 @@ def test_the_meta_line_holds_what_server_and_events_say(server: FakeServer, tmp_
 
     assert isinstance(first, Meta)
     assert (first.model, first.vllm) == (MODEL, "0.32.0")
-    assert [(group.group_idx, group.kind, group.block_size) for group in first.groups] == [(0, "full_attention", BLOCK)]
+    assert [(group.group_idx, group.kind, group.block_size) for group in first.groups or ()] == [
+        (0, "full_attention", BLOCK)
+    ]
 
 
 def test_lines_stand_in_the_order_of_events(server: FakeServer, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_groups_that_nobody_named_are_those_of_the_events(tmp_path: Path) -> Non
 
     meta = next(read(tmp_path / "a.jsonl"))
     assert isinstance(meta, Meta)
-    assert [(group.group_idx, group.kind, group.block_size, group.sliding_window) for group in meta.groups] == [
+    assert [(group.group_idx, group.kind, group.block_size, group.sliding_window) for group in meta.groups or ()] == [
         (0, "full_attention", 64, None),
         (1, "sliding_window", 64, 96),
     ]

@@ -27,6 +27,9 @@ from redis.exceptions import RedisError
 from kvledger.admin import connect, create_topics
 from kvledger.errors import Unavailable
 from kvledger.stack import Process, Progress, Stack, silent
+from kvledger_bridge.discovery import checked_entry
+from kvledger_bridge.errors import InvalidConfig
+from kvledger_engine.errors import BadRecording
 from kvledger_engine.recording import Media as Item
 from kvledger_engine.recording import Meta, Published
 from kvledger_engine.standin import StandIn
@@ -92,7 +95,13 @@ class Pipeline:
 
     async def engine(self, meta: Meta) -> RunningEngine:
         """A stand-in for the recorded engine with a bridge of its own; its life is open when this returns."""
-        (running,) = self.attach({f"engine-{next(self._numbers)}": meta.entry()})
+        entry = meta.entry()
+        try:
+            checked_entry(models_entry(entry))
+        except InvalidConfig as error:
+            msg = f"the meta line makes no model entry: {error}"
+            raise BadRecording(msg) from error
+        (running,) = self.attach({f"engine-{next(self._numbers)}": entry})
         await running.settle()
         return running
 
@@ -225,12 +234,20 @@ class RunningEngine(Followed):
     def __init__(self, pipeline: Pipeline, replica: str, entry: ModelEntry, standin: StandIn, bridge: Process) -> None:
         super().__init__(pipeline, replica, entry, bridge)
         self.standin = standin
+        self._payload = b""
 
     async def publish(self, batch: Published) -> None:
-        """One batch, as the engine sent it. A sequence that goes back is the engine's restart."""
+        """One batch, as the engine sent it. A sequence that goes back is the engine's restart; the same message again
+        is a line that stands twice, and nothing.
+        """
+        if batch.seq == self._last and batch.payload == self._payload:
+            return
         if batch.seq <= self._last:
             await asyncio.to_thread(self.standin.restart)
+            self._last = -1
+            await self.settle()  # the new life is open and empty: from here on no sequence means the old one
         self.standin.publish(batch.payload, topic=batch.topic, seq=batch.seq)
+        self._payload = batch.payload
         self.heard(batch.seq)
 
     async def close(self) -> None:
@@ -255,6 +272,10 @@ def models_entry(entry: ModelEntry) -> dict[str, object]:
     if entry.groups:
         groups = [dict(zip(names, row, strict=False)) for row in plain["groups"]]
         plain["groups"] = [{k: v for k, v in group.items() if v is not None or k == "group"} for group in groups]
+    if entry.hash_scheme is not None:
+        scheme = entry.hash_scheme
+        plain["hash_scheme"] = {"algorithm": scheme.algorithm, "seed": scheme.seed, "none": scheme.none}
+        plain["hash_scheme"] |= {"extras": scheme.extras, "paths": dict(scheme.paths)}
     return plain
 
 

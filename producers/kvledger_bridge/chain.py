@@ -44,6 +44,11 @@ class Walk(NamedTuple):
     places: list[int]
     media: tuple[tuple[int, str], ...] = ()
 
+    @property
+    def proven(self) -> int:
+        """How many of the digests an announced hash proves; the others follow if nothing unseen is in their tokens."""
+        return max(self.places, default=-1) + 1
+
 
 class _Reach(NamedTuple):
     """A media item that ends before hash block ``end``; tokens are relative to the span's start."""
@@ -74,13 +79,17 @@ def walk(
     block: int,
     start: int,
     tries_max: int = TRIES_BLOCKS_MAX,
+    reached: bool = False,
 ) -> Walk:
     """Follow the chain through a span that starts at token ``start`` behind ``parent``; ``block`` is the hash block.
 
-    Beyond the last hash that was met, digests are given only if every hash was, and no media item may reach there.
+    Beyond the last hash that was met, digests are given only if every hash was, and no media item may reach there;
+    ``reached``: one may reach in from before ``start``, which only a hash that is met can rule out.
     O(tokens), plus what is tried for media, at most ``tries_max`` hash blocks. Never raises.
     """
     if not computable(scheme, told.namespace, media=told.media is not None):
+        return NOTHING
+    if not told.names and reached:
         return NOTHING
     if told.media is None:
         digests = chain(scheme, parent, tokens, block, start=start, namespace=told.namespace)

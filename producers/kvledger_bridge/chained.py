@@ -42,6 +42,8 @@ class Chains:
         self.finder = Finder(entry.hash_scheme)
         self.walks = 0
         self.misses = 0
+        self.media = False
+        """Whether any key of this life knows of a media item: one may then reach into a span that does not show it."""
         self._stride = stride
         self._paths = dict(entry.hash_scheme.paths) if entry.hash_scheme is not None else {}
 
@@ -117,7 +119,9 @@ class Chains:
         if behind is None:
             return NOTHING
         self.walks += 1
-        found = walk(scheme, behind, unpack(f"<{len(raw) // 4}I", raw), told, block=chained.block, start=start)
+        tokens = unpack(f"<{len(raw) // 4}I", raw)
+        reached = self.media and not chained.root
+        found = walk(scheme, behind, tokens, told, block=chained.block, start=start, reached=reached)
         if -1 in found.places or len(found.places) < len(told.names):
             self.misses += 1
         return found

@@ -234,6 +234,8 @@ class Lineage:
         )
         span.named = identity.blocks
         span.extras = identity.extras
+        if identity.extras:
+            self.chains.media = True
         try:
             span.tokens = token_bytes(event.token_ids)
         except InvalidInput:
@@ -336,22 +338,28 @@ class Lineage:
         if span.masked:
             span.start = start
             media = [each for each in walk.media if each[0] >= 0]
+            if media:
+                self.chains.media = True
             keys = extend(key, raw, self.stride, extras=media) if walk.digests else []
         else:
             keys = span.keys
         step = chained.block // self.stride
+        proven = walk.proven
         for i, each in enumerate(walk.digests[: len(keys) // step]):
             at = (i + 1) * step - 1
             name = low64(each)
             block = self._strong.get(name)
             if block is None or block.key != keys[at]:
+                if i >= proven and self._has_strong(self._keys.get(keys[at])):
+                    break  # nothing announced proves it, and the key has a hash that was
                 first = at - ((start + at) & SEGMENT_MASK)
                 made = Block(
                     name, keys[at], keys[first] if first >= 0 else row, keys[at - 1] if at else key, start + at + 1
                 )
                 block = self._name(name, made, gpu=True)
             if block is not None:
-                block.digest = each
+                if i < proven or block.digest is None:
+                    block.digest = each
                 span.links.append((name, block))
 
     def _contradicts(self, span: Span, keys: list[int]) -> bool:
@@ -397,7 +405,9 @@ class Lineage:
             self.moves.append(Move(name, None if was is block else was, block))
         return block
 
-    def _has_strong(self, block: Block) -> bool:
+    def _has_strong(self, block: Block | None) -> bool:
+        if block is None:
+            return False
         names = (block.hash, *self._others.get(block, ()))
         return any(self._strong.get(each) is block for each in names)
 

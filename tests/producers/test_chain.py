@@ -62,6 +62,15 @@ def test_a_span_without_hashes_still_gives_parents() -> None:
     assert len(found.digests) == 4
 
 
+def test_a_span_without_hashes_gives_nothing_where_an_image_may_reach_in() -> None:
+    """Chains of its tokens alone would be other prompts' hashes under keys that know of the image."""
+    prompt = Prompt(text(8), items=(Item("img", 3, 40),))
+
+    assert follow(prompt, [], first=2, reached=True) == NOTHING
+    assert follow(prompt, [4], first=3, reached=True).places == [1], "a hash that is met rules it out"
+    assert len(follow(prompt, [4], first=3, reached=True).digests) == 5
+
+
 def test_a_hidden_salt_is_met_nowhere_and_gives_no_parents() -> None:
     """Only block 0 lists it, and the event leaves that block out."""
     found = follow(Prompt(text(8), Namespace(salt="tenant")), [6, 7])

@@ -105,6 +105,35 @@ def test_media_of_masked_blocks_enter_their_keys() -> None:
     assert {names(prompt)[i]: keys[i] for i in (1, 7)}.items() <= rank.ledger.placed(0).items()
 
 
+def test_an_image_that_reaches_into_a_span_without_hashes_gives_no_key_a_second_hash() -> None:
+    """Sixteen more tokens of it reach unseen into a span of which nothing is announced."""
+    rank = Rank(groups=(GroupSpec(0, "sliding_window", 16, 17), GroupSpec(1, "full_attention", 32)))
+    prompt = Prompt(text(6), items=(Item("img", 3, 32),))
+    rank.take(ENGINE.stored(prompt, 0, 1, per=2, **FULL), ENGINE.stored(prompt, 0, 2, [1], **WINDOW))
+    rank.take(ENGINE.stored(prompt, 1, 2, per=2, **FULL), ENGINE.stored(prompt, 2, 4, [], **WINDOW))
+    rank.take(ENGINE.stored(prompt, 2, 3, per=2, **FULL), ENGINE.stored(prompt, 4, 6, [4, 5], **WINDOW))
+    hashes, keys = names(prompt), rank.keys(prompt.tokens, media=[(3, "img")])
+
+    assert rank.ledger.lineage.twins == 0
+    assert {hashes[i]: keys[i] for i in (1, 4, 5)} == rank.ledger.placed(0)
+    assert rank.unplaced() == set()
+
+
+def test_what_no_hash_proves_never_stands_against_a_hash_that_was_announced() -> None:
+    rank = Rank(groups=(GroupSpec(0, "sliding_window", 16, 48), GroupSpec(1, "full_attention", 16)), hash_block_size=16)
+    prompt, salted = Prompt(text(8)), Prompt(text(8), Namespace(salt="hidden"))
+    rank.ledger.lineage.chains.force()
+    rank.take(ENGINE.stored(prompt, 0, 2, **FULL))
+    # an engine that tells prompts apart by what it does not publish would look like this
+    event = ENGINE.stored(salted, 2, 4, **FULL)
+    rank.take(BlockStored(event.block_hashes, names(prompt)[1], event.token_ids, 16, medium="GPU", group_idx=1))
+    before = dict(rank.ledger.placed(1))
+    rank.take(ENGINE.stored(prompt, 2, 4, [], **WINDOW))
+
+    assert rank.ledger.lineage.twins == 0
+    assert rank.ledger.placed(1) == before
+
+
 def test_an_adapter_without_its_path_stays_unplaced_until_the_entry_names_it() -> None:
     prompt = Prompt(text(4), Namespace("a", path="/a"))
     for scheme in (None, Scheme("sha256", extras="tagged", paths=(("a", "/a"),))):

@@ -94,7 +94,8 @@ class Counts:
 class _Lane:
     """Copies in one (group, medium): of blocks, and of hashes without one, some of them ``opaque``.
 
-    ``reported``: sequence and last hash of the newest event from token 0 that brought nothing new.
+    ``reported``: sequence and last hash of the newest event from token 0 that brought nothing new; GPU lanes only, as
+    connectors announce again whatever they like.
     """
 
     __slots__ = ("code", "copies", "gpu", "group", "opaque", "reported", "unplaced")
@@ -257,7 +258,7 @@ class Ledger:
             fresh = self._count_part(lane, part)
             effective |= fresh
             change.add_part(part, fresh)
-        if not effective and span.parent is None:
+        if lane.gpu and not effective and span.parent is None:
             lane.reported = self._seq, span.hashes[-1]
         places = range(span.named, len(span.hashes))
         if None in span.blocks:

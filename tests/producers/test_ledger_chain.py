@@ -238,6 +238,16 @@ def test_full_reports_are_noticed_by_what_follows_them_in_their_step(declared: b
     assert len(reasons) == (not declared)
 
 
+def test_a_connector_that_announces_what_it_has_again_is_no_full_report() -> None:
+    rank = Rank()
+    prompt = Prompt(text(30))
+    for end in range(2, 8):
+        twice = [ENGINE.stored(prompt, 0, 2, medium="CPU") for _ in range(2)]
+        rank.take(ENGINE.stored(prompt, 0, end), *twice, ENGINE.stored(prompt, 2, 3 + end, medium="CPU"))
+
+    assert rank.ledger.counts.full_reports == 0
+
+
 def test_the_same_prompt_stored_again_is_no_full_report() -> None:
     rank = Rank()
     prompt = Prompt(text(8))

@@ -163,7 +163,8 @@ class LocalKafka:
         java += ["-cp", f"{self._jars}/*"]
         identity = data / "meta.properties"
         if not identity.exists():
-            fresh = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+            # a leading "-" would be read as a flag by the formatter
+            fresh = "k" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")[1:]
             command = [*java, "kafka.tools.StorageTool", "format", "-t", fresh, "-c", str(config)]
             run("Kafka's storage format", command, log=self._home / "format.log", seconds_max=FORMAT_SECONDS_MAX)
         self._cluster = _cluster_of(identity)

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from chain_engine import HashingEngine, Prompt, text
 
+from kvledger_bridge.chain import Told
 from kvledger_bridge.decode import Batch, BlockStored
 from kvledger_bridge.ledger import Ledger
-from kvledger_bridge.scheme import SEARCH_EVENTS_MAX
+from kvledger_bridge.scheme import SEARCH_EVENTS_MAX, Finder
 from kvledger_index.enginehash import ALGORITHMS, Item, Namespace, Scheme
 from kvledger_index.model import ModelEntry
 
@@ -64,6 +65,28 @@ def test_the_search_for_a_random_seed_ends() -> None:
 
     assert wanted == [True] * SEARCH_EVENTS_MAX + [False] * 3
     assert (rank.told, rank.uncertain) == ([], [])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_rank_that_begins_with_adapters_of_unknown_path_is_found_out_by_what_follows(masked: bool) -> None:
+    engine = HashingEngine(Scheme("xxhash_cbor", "0", "tagged"))
+    rank = Rank()
+    for first in range(SEARCH_EVENTS_MAX + 3):
+        prompt = Prompt(text(4, first), Namespace("a", path="/a"))
+        rank.take(engine.stored(prompt, 0, 4, [0, 3] if masked else None))
+    assert rank.told == []
+    rank.take(engine.stored(Prompt(text(4, 1000)), 0, 4, [0, 3] if masked else None))
+
+    assert [(each.algorithm, each.seed) for each in rank.told] == [("xxhash_cbor", "0")]
+
+
+def test_an_event_that_no_candidate_can_be_tried_on_costs_nothing() -> None:
+    finder = Finder(Scheme("sha256", "0", "tagged"))
+    finder.confirmed = True
+    told = Told((1, 2), 1, None, Namespace("a"), dense=True)
+    finder.look(told, bytes(128), None, block=16, start=0, root=True, bare_possible=False, digest_bytes=None)
+
+    assert finder._events == SEARCH_EVENTS_MAX
 
 
 def test_byte_hashes_give_the_algorithm_although_the_seed_is_random() -> None:

@@ -94,8 +94,8 @@ class Counts:
 class _Lane:
     """Copies in one (group, medium): of blocks, and of hashes without one, some of them ``opaque``.
 
-    ``reported``: sequence and last hash of the newest event from token 0 that brought nothing new; GPU lanes only, as
-    connectors announce again whatever they like.
+    ``reported``: sequence, last hash and first stride of tokens of the newest event from token 0 that brought nothing
+    new; GPU lanes only, as connectors announce again whatever they like.
     """
 
     __slots__ = ("code", "copies", "gpu", "group", "opaque", "reported", "unplaced")
@@ -107,7 +107,7 @@ class _Lane:
         self.copies: dict[Block, int] = {}
         self.unplaced: dict[int, int] = {}
         self.opaque: set[int] = set()
-        self.reported = (-1, 0)
+        self.reported: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
 
 
 class _Draft:
@@ -153,6 +153,7 @@ class Ledger:
         self._seq = -1
         self._ts = 0.0
         self._report_seq = -1
+        self._computed: set[tuple[int, ...]] = set()  # first strides of what the batch computed from token 0
 
     def apply(self, seq: int, batch: Batch, origin: int = LIVE) -> list[Piece]:
         """Take one batch, the next in sequence order, exactly once; ``origin`` is LIVE or REPLAYED.
@@ -163,6 +164,7 @@ class Ledger:
         """
         self._seq, self._ts = seq, batch.ts
         self._drafts, self._pieces, self._parts = {}, [], {}
+        self._computed.clear()
         for tag in batch.unknown:
             if tag not in self._entry.harmless_tags:
                 self._doubt(
@@ -234,32 +236,29 @@ class Ledger:
         if medium == "gpu":
             self._learn(event)
         if not event.block_hashes:
+            if medium == "gpu" and event.parent_block_hash is None:
+                self._computed.add(event.token_ids[: self.lineage.stride])
             return
         lane = self._lane(group, MEDIA.index(medium))
         if len(self._heard) < WORDS_MAX:
             self._heard[group, event.medium] = lane
         change = self._draft(group).open(STORED, lane.code, origin)
+        before = len(lane.copies) + len(lane.unplaced)
         names = span.hashes if span is not None else tuple([low64(each) for each in event.block_hashes])
         places: Sequence[int] = range(len(names))
         if span is not None and span.blocks and not by_hash:
             places = self._store_span(lane, span, change)
         if places:
             self._store_by_hash(lane, event, names, places, change)
-        if span is not None:
-            if span.parent is not None and lane.reported == (self._seq, span.parent):
-                self._reported()
-            if span.start < 0:
-                self.lineage.hold(span)
+        if lane.gpu:
+            self._watch(lane, event, span, names, fresh=len(lane.copies) + len(lane.unplaced) > before)
+        if span is not None and span.start < 0:
+            self.lineage.hold(span)
 
     def _store_span(self, lane: _Lane, span: Span, change: OpenChange) -> Sequence[int]:
         """One copy more of each block of a placed span; returns which of its hashes are none of them."""
-        effective = 0
         for part in self._parts_of(span):
-            fresh = self._count_part(lane, part)
-            effective |= fresh
-            change.add_part(part, fresh)
-        if lane.gpu and not effective and span.parent is None:
-            lane.reported = self._seq, span.hashes[-1]
+            change.add_part(part, self._count_part(lane, part))
         places = range(span.named, len(span.hashes))
         if None in span.blocks:
             return [*[i for i, block in enumerate(span.blocks) if block is None], *places]
@@ -318,8 +317,25 @@ class Ledger:
             return 0
         return first_opaque(event)
 
+    def _watch(self, lane: _Lane, event: BlockStored, span: Span | None, names: Sequence[int], *, fresh: bool) -> None:
+        """Look for full reports. ``fresh``: the event brought its lane something new."""
+        if event.parent_block_hash is None:
+            head = event.token_ids[: self.lineage.stride]
+            if fresh:
+                self._computed.add(head)
+            elif span is not None and span.blocks:
+                lane.reported = self._seq, names[-1], head
+        elif span is not None:
+            seq, last, head = lane.reported
+            if seq == self._seq and span.parent == last and head not in self._computed:
+                self._reported()
+
     def _reported(self) -> None:
-        """A span from token 0 that brought nothing new, continued in its own step: what full reports look like."""
+        """A span from token 0 that brought nothing new, continued in its own step: what full reports look like.
+
+        Not where an event from the same first block brought something new, or named nothing, in any group of the batch:
+        what is reported was hit in all groups. Else it was computed again, as another group had lost it.
+        """
         if self._report_seq == self._seq:
             return
         self._report_seq = self._seq

@@ -238,6 +238,32 @@ def test_full_reports_are_noticed_by_what_follows_them_in_their_step(declared: b
     assert len(reasons) == (not declared)
 
 
+@pytest.mark.parametrize("kept", [[], [1]], ids=["none of it is kept", "a window is kept"])
+def test_what_was_computed_again_for_another_group_is_no_full_report(kept: list[int]) -> None:
+    """Two steps of such a prompt in one batch: the full-attention group only gets further copies."""
+    rank = Rank()
+    for number in range(6):
+        prompt = Prompt(text(4, number))
+        rank.take(ENGINE.stored(prompt, 0, 4, **FULL))
+        rank.take(
+            ENGINE.stored(prompt, 0, 2, **FULL),
+            ENGINE.stored(prompt, 0, 2, kept, **WINDOW),
+            ENGINE.stored(prompt, 2, 4, **FULL),
+            ENGINE.stored(prompt, 2, 4, [3], **WINDOW),
+        )
+
+    assert rank.ledger.counts.full_reports == 0
+
+
+def test_two_requests_that_compute_one_prefix_in_one_batch_are_no_full_report() -> None:
+    rank = Rank()
+    for number in range(6):
+        prompt = Prompt(text(4, number))
+        rank.take(*[ENGINE.stored(prompt, first, first + 2) for first in (0, 0, 2, 2)])
+
+    assert rank.ledger.counts.full_reports == 0
+
+
 def test_a_connector_that_announces_what_it_has_again_is_no_full_report() -> None:
     rank = Rank()
     prompt = Prompt(text(30))

@@ -1,8 +1,0 @@
-"""The kit's modules are imported by their names, as what other folders share."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

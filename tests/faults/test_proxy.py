@@ -230,15 +230,15 @@ def test_latency_delays_each_way_and_keeps_bandwidth(proxy: Proxy) -> None:
 
 
 def test_a_target_that_is_down_resets_its_callers() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: refuses
-        with (
-            Proxy(f"127.0.0.1:{unused.getsockname()[1]}") as proxy,
-            pytest.raises(ConnectionResetError),  # the reset may meet the caller while it connects
-            connect(proxy) as client,
-        ):
+    def call(proxy: Proxy) -> None:
+        with connect(proxy) as client:  # the reset may meet the caller already here
             client.settimeout(SECONDS)
             client.recv(1)
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: refuses
+        with Proxy(f"127.0.0.1:{unused.getsockname()[1]}") as proxy, pytest.raises(ConnectionResetError):
+            call(proxy)
 
 
 def test_a_stop_frees_the_port_and_may_be_repeated(echo: Echo) -> None:

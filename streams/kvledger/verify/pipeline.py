@@ -74,7 +74,8 @@ class Pipeline:
         if self._stack.origins.get("kafka") == GIVEN:
             specs = topic_specs(partitions=PARTITIONS, prefix=self.prefix)
             with contextlib.suppress(Unavailable, KafkaException, TimeoutError):
-                deleted = connect(self._stack.kafka).delete_topics([spec.name for spec in specs])
+                client = connect(self._stack.kafka)  # named, because its answers die with it
+                deleted = client.delete_topics([spec.name for spec in specs])
                 for future in deleted.values():
                     future.result(DELETE_SECONDS_MAX)
         if self._stack.origins.get("redis") == GIVEN:

@@ -20,8 +20,8 @@ STEP_UNITS_MAX = 1_024
 
 STEP_OPS_MAX = 512
 """Ops per step of more than one unit. A call holds Redis meanwhile, and a router waits 20 ms: 512 runs of 16 blocks
-took 10 ms on a busy 2-core machine, 512 runs that all leave their row's path 44 ms (``tests/benchmarks/index.py``; a
-third of that when idle). The caller splits steps between units.
+took 10 ms on a busy 2-core machine, 512 runs that all leave their row's path 44 ms (``tests/benchmarks/index.py``).
+The caller splits steps between units.
 """
 
 UNIT_OPS_MAX = 100_000

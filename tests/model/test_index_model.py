@@ -292,7 +292,7 @@ def run_machine(name: str, request: pytest.FixtureRequest, namespace: str, how: 
     run_state_machine_as_test(machine, settings=how)
 
 
-@pytest.mark.timeout(300)  # about 10 s alone; a round trip costs ten times as much on a machine that does other things
+@pytest.mark.timeout(300)  # under 15 s alone; a round trip costs ten times as much on a machine that does other things
 @pytest.mark.parametrize("name", sorted(pairs()))
 def test_the_index_agrees_with_a_dict_after_every_step(
     name: str, request: pytest.FixtureRequest, namespace: str

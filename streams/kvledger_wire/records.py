@@ -33,6 +33,9 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     (8 bytes, zeros at position 0) the key before. ``keys`` is n x 8 bytes. Bit j of ``blocks``: an engine block ends at
     key j and this change names it; of ``effective``: it changed residency of (lane, key), 0 -> 1 or 1 -> 0.
     ``hashes`` holds the low 64 bits of the engine hashes, big-endian, one per bit of ``blocks``, ascending.
+    ``segment`` numbers the segment on its path, from 0 (-1: written by an older bridge), so that the first of ``keys``
+    ends at stride ``16 * segment + position + 1``. ``digests`` holds the engine's whole digests, as many as ``hashes``
+    and of equal size, where the wire has only their low 64 bits and children's chains need them; else it is empty.
     All 8-byte keys are big-endian.
     """
 
@@ -43,6 +46,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
     effective: int
     hashes: bytes
+    segment: int = -1
+    digests: bytes = b""
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +117,9 @@ class Events(Lived, frozen=True, array_like=True, tag="events"):
     group resident without a key after this record. ``spec``: the group's facts, when first heard or changed in this
     life. ``uncertain``: reasons that hold for the rank from here to the end of its life, when one was added.
     ``scheme``: how the engine hashes, when that was found out or changed. ``opaque`` (medium code, count): those of
-    ``unplaced`` that no prompt's chain under the scheme can equal by tokens and extras known to routers.
+    ``unplaced`` that no prompt's chain under the scheme can equal by tokens and extras known to routers. ``veiled``
+    (medium code, count): those of ``unplaced`` and not of ``opaque`` that are proven to be no part of a prompt without
+    adapter, salt and media.
     """
 
     seq: int
@@ -124,6 +131,56 @@ class Events(Lived, frozen=True, array_like=True, tag="events"):
     uncertain: tuple[str, ...] = ()
     scheme: Scheme | None = None
     opaque: tuple[tuple[int, int], ...] = ()
+    veiled: tuple[tuple[int, int], ...] = ()
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What one lane holds, or a part of it.
+
+    ``change`` is STORED: every block of its runs and every unplaced hash of it is effective; its ``seq`` and ``ts`` are
+    those of the checkpoint's last batch. ``copies`` are u16be, first one per block of the runs in their order, then one
+    per unplaced hash; empty: all 1. ``opaque`` and ``veiled`` are bitmaps over ``unplaced`` (bit j % 8 of byte j // 8,
+    trailing zero bytes left out): which of them a record's counts of that name mean.
+    """
+
+    group: int | None
+    change: Change
+    copies: bytes = b""
+    opaque: bytes = b""
+    veiled: bytes = b""
+
+
+class Checkpoint(Lived, frozen=True, array_like=True, tag="checkpoint"):
+    """Part ``part`` (from 0) of what the rank's ledger holds after record ``n - part - 1`` of its life.
+
+    The parts of a checkpoint are consecutive records of the rank, each a unit of its own; ``last`` closes it. Each
+    restates what Opened says and what was learnt since. ``unplaced``, ``opaque`` and ``veiled`` are (group, medium
+    code, count) for the whole rank. ``lanes`` of all parts together are all that is resident; ``parents`` are blocks
+    that are not resident and whose names are kept for their children (effective 0). ``ambiguous`` holds hashes
+    (8 bytes each) that stood for two prefixes and are placed no more.
+    """
+
+    part: int
+    last: bool
+    entry: ModelEntry
+    stride: int
+    seq: int
+    digest: bytes
+    partial: bool
+    suspended: bool
+    uncertain: tuple[str, ...] = ()
+    engine_version: str | None = None
+    process: str | None = None
+    groups: tuple[GroupSpec, ...] = ()
+    heard: tuple[int | None, ...] = ()
+    heard_gpu: tuple[int | None, ...] = ()
+    scheme: Scheme | None = None
+    unplaced: tuple[tuple[int | None, int, int], ...] = ()
+    opaque: tuple[tuple[int | None, int, int], ...] = ()
+    veiled: tuple[tuple[int | None, int, int], ...] = ()
+    lanes: tuple[Held, ...] = ()
+    parents: tuple[Run, ...] = ()
+    ambiguous: bytes = b""
 
 
 class Suspended(Lived, frozen=True, array_like=True, tag="suspended"):
@@ -150,11 +207,15 @@ class Gap(Lived, frozen=True, array_like=True, tag="gap"):
 
 
 class Heartbeat(Lived, frozen=True, array_like=True, tag="heartbeat"):
-    """Complete through ``seq``; follows only a live batch without changes or an answered probe."""
+    """Complete through ``seq``; follows only a live batch without changes or an answered probe.
+
+    ``alive``: only the engine's process was seen, nothing says that no batch was lost: not gone, but not exact either.
+    """
 
     seq: int
     digest: bytes
     uncertain: tuple[str, ...] = ()
+    alive: bool = False
 
 
 class Closed(Lived, frozen=True, array_like=True, tag="closed"):
@@ -175,8 +236,11 @@ class Restoring(Record, frozen=True, array_like=True, tag="restoring"):
 
 
 class Pointer(Record, frozen=True, array_like=True, tag="pointer"):
-    """On ``kvledger.replicas`` with key (rank, owner): ``fence`` is the owner's Fence offset in the rank's partition,
-    ``offset`` where its newest ``Opened`` stands (-1: log start).
+    """On ``kvledger.replicas`` with key (rank, owner): where reading of the rank's partition may start.
+
+    ``offset`` is where the newest ``Opened`` or first part of a complete checkpoint stands (-1: log start), ``fence``
+    the Fence of the owner who wrote that, so that a reader who starts there knows whom it ended; with an inherited
+    pointer that is the earlier owner's (-1: not known). Written only after what it names was acknowledged.
     """
 
     fence: int
@@ -196,7 +260,7 @@ class Unreadable(Record, frozen=True, array_like=True, tag="unreadable"):
     raw: bytes = b""
 
 
-EventRecord = Fence | Opened | Events | Suspended | Resumed | Gap | Heartbeat | Closed
+EventRecord = Fence | Opened | Events | Checkpoint | Suspended | Resumed | Gap | Heartbeat | Closed
 ReplicaRecord = Claim | Restoring | Pointer
 DeadLetter = Unreadable
 

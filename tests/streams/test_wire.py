@@ -18,6 +18,7 @@ from kvledger_wire.records import (
     SCHEMA,
     STORED,
     Change,
+    Checkpoint,
     Claim,
     Closed,
     EventRecord,
@@ -25,6 +26,7 @@ from kvledger_wire.records import (
     Fence,
     Gap,
     Heartbeat,
+    Held,
     Opened,
     Pointer,
     ReplicaRecord,
@@ -39,7 +41,8 @@ from kvledger_wire.records import (
 from kvledger_wire.topics import EVENTS, topic_specs
 
 ENTRY = ModelEntry(model="m", aliases=("n",), groups=(GroupSpec(0, "full_attention", 16), GroupSpec(None)), loss="keep")
-RUN = Run(b"r" * 8, 3, b"p" * 8, b"k" * 16, 0b11, 0b01, b"h" * 16)
+RUN = Run(b"r" * 8, 3, b"p" * 8, b"k" * 16, 0b11, 0b01, b"h" * 16, 2, b"D" * 64)
+CHANGE = Change(STORED, 0, 9, 1.5, (RUN,), b"u" * 8, ATTACHED)
 
 EVENT_RECORDS: list[EventRecord] = [
     Fence(0, 5, "bridge-1", "0.1.0", "start"),
@@ -52,7 +55,7 @@ EVENT_RECORDS: list[EventRecord] = [
         9,
         b"d" * 16,
         True,
-        (Change(STORED, 0, 9, 1.5, (RUN,), b"u" * 8, ATTACHED),),
+        (CHANGE,),
         ((0, 1),),
         GroupSpec(0),
         ("odd",),
@@ -62,8 +65,29 @@ EVENT_RECORDS: list[EventRecord] = [
     Gap(0, 5, (5, 1), 4, 10, -1, "lost", "invalidate"),
     Heartbeat(0, 5, (5, 1), 5, 9, b"d" * 16, ("odd",)),
     Closed(0, 5, (5, 1), 6, "drained"),
+    Checkpoint(
+        0,
+        5,
+        (5, 1),
+        7,
+        1,
+        True,
+        ENTRY,
+        16,
+        9,
+        b"d" * 16,
+        False,
+        False,
+        unplaced=((0, 0, 1),),
+        lanes=(Held(0, CHANGE, b"\0\2" * 3, b"", b"\1"),),
+        parents=(RUN,),
+        ambiguous=b"a" * 8,
+    ),
 ]
 REPLICA_RECORDS: list[ReplicaRecord] = [Claim(0, -1, "bridge-1", "0.1.0"), Restoring(0, 5), Pointer(0, 5, 40, -1)]
+RUN_FIELDS = [b"r" * 8, 3, b"p" * 8, b"k" * 16, 3, 1, b"h" * 16, 2, b"D" * 64]
+CHANGE_FIELDS = [1, 0, 9, 1.5, [RUN_FIELDS], b"u" * 8, 2, b""]
+ENTRY_FIELDS = msgspec.msgpack.decode(msgspec.msgpack.encode(ENTRY))
 NAMES = [type(record).__name__ for record in (*EVENT_RECORDS, *REPLICA_RECORDS)]
 
 
@@ -99,17 +123,28 @@ def test_every_record_kind_is_under_test() -> None:
                 9,
                 b"d" * 16,
                 True,
-                [[1, 0, 9, 1.5, [[b"r" * 8, 3, b"p" * 8, b"k" * 16, 3, 1, b"h" * 16]], b"u" * 8, 2, b""]],
+                [CHANGE_FIELDS],
                 [[0, 1]],
                 [0, None, None, None, None, False],
                 ["odd"],
                 None,
                 [],
+                [],
+            ],
+        ),
+        (
+            EVENT_RECORDS[8],
+            [
+                *["checkpoint", 0, 5, [5, 1], 7, 1, True, ENTRY_FIELDS, 16, 9, b"d" * 16, False, False],
+                *[[], None, None, [], [], [], None, [[0, 0, 1]], [], []],
+                [[0, CHANGE_FIELDS, b"\0\2" * 3, b"", b"\1"]],
+                [RUN_FIELDS],
+                b"a" * 8,
             ],
         ),
         (REPLICA_RECORDS[2], ["pointer", 0, 5, 40, -1]),
     ],
-    ids=["fence", "suspended", "gap", "events", "pointer"],
+    ids=["fence", "suspended", "gap", "events", "checkpoint", "pointer"],
 )
 def test_the_layout_on_the_topic_is_pinned(record: EventRecord | ReplicaRecord, fields: list[Any]) -> None:
     """Tag, schema, owner, life, n, then the kind's own fields: readers of other versions count on the places."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ from kvledger.errors import Unavailable
 from kvledger_wire.topics import TopicSpec, differences
 
 REQUEST_SECONDS_MAX: Final = 15.0
+PAUSE_SECONDS: Final = 0.1
 MISSING: Final = "missing"
 
 
@@ -27,9 +29,10 @@ def connect(bootstrap: str) -> Any:
 
 
 def create_topics(client: Any, specs: Sequence[TopicSpec], *, replication: int = 1) -> list[str]:
-    """Create the topics that are missing and wait until a leader serves them. Returns the names created.
+    """Create the topics that are missing and wait until brokers tell of them. Returns the names created.
 
-    Existing ones are left as they are, right or wrong: ``check_topics`` tells. Raises Unavailable with Kafka's words.
+    A controller answers before the brokers have heard, so what is created is looked for afterwards. Existing ones are
+    left as they are, right or wrong: ``check_topics`` tells. Raises Unavailable with Kafka's words.
     """
     from confluent_kafka import KafkaError, KafkaException
     from confluent_kafka.admin import NewTopic
@@ -47,7 +50,32 @@ def create_topics(client: Any, specs: Sequence[TopicSpec], *, replication: int =
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 msg = f"Kafka refused to create topic {name}: {error.args[0].str()}"
                 raise Unavailable(msg) from error
+    _await_leaders(client, created)
     return created
+
+
+def _await_leaders(client: Any, names: Sequence[str]) -> None:
+    """Raises Unavailable where a topic that was created has no leader for each partition in time."""
+    from confluent_kafka import KafkaException
+
+    end = time.monotonic() + REQUEST_SECONDS_MAX
+    waiting = list(names)
+    while waiting:
+        try:
+            present = client.list_topics(timeout=REQUEST_SECONDS_MAX).topics
+        except KafkaException as error:
+            msg = f"Kafka did not describe its topics: {error.args[0].str()}"
+            raise Unavailable(msg) from error
+        waiting = [name for name in waiting if name not in present or not _is_led(present[name])]
+        if waiting and time.monotonic() > end:
+            msg = f"Kafka created {', '.join(waiting)} and does not serve them after {REQUEST_SECONDS_MAX:.0f} s"
+            raise Unavailable(msg)
+        if waiting:
+            time.sleep(PAUSE_SECONDS)
+
+
+def _is_led(topic: Any) -> bool:
+    return bool(topic.partitions) and all(each.leader >= 0 for each in topic.partitions.values())
 
 
 def check_topics(client: Any, specs: Sequence[TopicSpec]) -> dict[str, list[str]]:

@@ -173,17 +173,38 @@ def test_a_restart_is_an_error(engine: StandIn, open_tap: Open, later: tuple[byt
 def test_an_answer_that_never_comes_is_an_error(
     engine: StandIn, open_tap: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tap_module, "ANSWER_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(tap_module, "ANSWER_SECONDS", (0.05, 0.05))
     engine.faults.replay_silent = True
 
     with pytest.raises(Unavailable, match="replay_endpoint"):
         open_tap().catch_up()
 
 
+def test_a_request_that_is_lost_is_sent_again(engine: StandIn, open_tap: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that was sent into a connection that was just breaking."""
+    lost = iter([True])
+
+    class Lossy(Faults):
+        @property
+        def replay_silent(self) -> bool:  # type: ignore[misc]  # what an attribute is to the rest
+            return next(lost, False)
+
+        @replay_silent.setter
+        def replay_silent(self, _value: bool) -> None:
+            pass
+
+    monkeypatch.setattr(tap_module, "ANSWER_SECONDS", (0.05, 10.0))
+    tap = open_tap()
+    engine.publish(b"a")
+    engine.faults = Lossy()
+
+    assert seqs(tap) == [0]
+
+
 def test_an_answer_without_its_end_is_continued(
     engine: StandIn, open_tap: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tap_module, "ANSWER_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(tap_module, "ANSWER_SECONDS", (0.2, 0.2))
     tap = open_tap()
     for payload in (b"a", b"b", b"c"):
         engine.publish(payload)

@@ -21,8 +21,10 @@ import zmq
 from kvledger.errors import Unavailable
 from kvledger_engine.recording import Published
 
-ANSWER_SECONDS_MAX: Final = 15.0
-"""An engine's publisher answers within 0.1 s when idle; while it computes on few cores, later."""
+ANSWER_SECONDS = (1.0, 2.0, 4.0, 8.0)
+"""How long each try of a replay request is waited for. An engine's publisher answers within 0.1 s when idle; while it
+computes on few cores, later. A request that was sent as the connection broke is lost with it: a further try brings it.
+"""
 
 SUBSCRIPTION_SECONDS_MAX: Final = 2.0
 """A batch that replay has and the subscription has not shown by then is taken from replay (a late subscription)."""
@@ -196,26 +198,35 @@ class Tap:
         return socket
 
     def _ask(self, start: int) -> list[Published]:
-        """One replay request and its answer. Raises Unavailable where the answer does not end."""
-        if self._replay is None:
-            return []
-        self._replay.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
-        found: list[Published] = []
-        while self._replay.poll(int(ANSWER_SECONDS_MAX * 1000)):
-            *_, seq, payload = self._replay.recv_multipart()
-            if not payload:
+        """One replay request and its answer, as far as it came. Raises Unavailable where there is none."""
+        for seconds in ANSWER_SECONDS:
+            if self._replay is None:
+                break
+            self._replay.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
+            found, ended = _answer(self._replay, seconds)
+            if ended:
                 return found
-            found.append(Published(int.from_bytes(seq, "big"), payload))
-        if found:
-            # the end mark was dropped with what did not fit: what came is good, the rest is asked for again
+            # no connection any more, or the end mark was dropped with what did not fit: what came late is stale
             self._replay.close(linger=0)
             self._replay = self._dealer()
-            return found
+            if found:
+                return found  # it is good, the rest is asked for again
         msg = (
-            f"{self._replay_address} does not answer replay requests within {ANSWER_SECONDS_MAX:.0f} s; "
+            f"{self._replay_address} does not answer replay requests within {sum(ANSWER_SECONDS):.0f} s; "
             f"is it the replay_endpoint of the engine's kv_events_config?"
         )
         raise Unavailable(msg)
+
+
+def _answer(replay: zmq.Socket[bytes], seconds: float) -> tuple[list[Published], bool]:
+    """The batches that come without a pause of ``seconds``, and whether the end mark came behind them."""
+    found: list[Published] = []
+    while replay.poll(int(seconds * 1000)):
+        *_, seq, payload = replay.recv_multipart()
+        if not payload:
+            return found, True
+        found.append(Published(int.from_bytes(seq, "big"), payload))
+    return found, False
 
 
 def _contiguous(batches: list[Published], after: Published | None) -> list[Published]:

@@ -45,7 +45,7 @@ class Piece(Protocol):
     def uncertain(self) -> tuple[str, ...]:
         """Reasons that hold from here on."""
 
-    # ``scheme`` (how the engine hashes) and ``opaque`` (medium code, count) are taken where a ledger knows them
+    # ``scheme`` (how the engine hashes), ``opaque``, ``veiled`` (medium code, count): taken where a ledger knows them
 
 
 class Covered(msgspec.Struct, frozen=True):
@@ -82,6 +82,7 @@ def records(
                 uncertain=(piece.uncertain if whole else ()) + (reasons if last else ()),
                 scheme=getattr(piece, "scheme", None) if whole else None,
                 opaque=getattr(piece, "opaque", ()) if whole else (),
+                veiled=getattr(piece, "veiled", ()) if whole else (),
             )
             out.append((piece.group, record))
     return out

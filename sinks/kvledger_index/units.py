@@ -116,8 +116,9 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     """What moves with every batch of a rank: the stamp, the engine sequence it covers, unplaced hashes per lane.
 
     ``unplaced`` holds (lane, medium code, count) of hashes that are resident and have no key; ``opaque`` those of them
-    that cannot be asked for by hash either. ``silent`` names lower tiers that never announced a removal in this life:
-    (lane, medium code, ms in log time since their last store, as of this unit's last record).
+    that cannot be asked for by hash either, ``veiled`` those that are no part of a prompt without adapter, salt and
+    media; a hash may be both. ``silent`` names lower tiers that never announced a removal in this life: (lane, medium
+    code, ms in log time since their last store, as of this unit's last record).
     """
 
     owner: int
@@ -128,6 +129,7 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     unplaced: tuple[tuple[int, int, int], ...] = ()
     opaque: tuple[tuple[int, int, int], ...] = ()
     silent: tuple[tuple[int, int, int], ...] = ()
+    veiled: tuple[tuple[int, int, int], ...] = ()
 
 
 class RankUnit(msgspec.Struct, frozen=True):

@@ -96,6 +96,7 @@ def now_of(state: RankState, tiers: Tiers, broker_ms: int) -> Now:
         seq=state.seq,
         unplaced=_lanes(state.unplaced),
         opaque=_lanes(state.opaque),
+        veiled=_lanes(state.veiled),
         silent=tuple((*tier, max(0, broker_ms - last)) for tier, (last, removes) in tiers.items() if not removes),
     )
 

@@ -70,11 +70,11 @@ class RankState(msgspec.Struct, omit_defaults=True):
     """Everything a reader knows of one rank; serialisable, so that a reader can go on where another stopped.
 
     ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from``
-    the offset of the first of them. ``unplaced`` and ``opaque`` hold (group, medium code, count). ``heard`` names the
-    groups that said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a part in a
-    hit (offload events may carry no group beside GPU events that do). ``unlisted`` are the lanes (group, medium code)
-    of which some change did not say which hashes became resident without a key: all that are unplaced there count as
-    opaque, too.
+    the offset of the first of them. ``unplaced``, ``opaque`` and ``veiled`` hold (group, medium code, count). ``heard``
+    names the groups that said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a
+    part in a hit (offload events may carry no group beside GPU events that do). ``unlisted`` are the lanes (group,
+    medium code) of which some change did not say which hashes became resident without a key: all that are unplaced
+    there count as opaque, too.
     """
 
     owner: int = -1
@@ -96,6 +96,7 @@ class RankState(msgspec.Struct, omit_defaults=True):
     heard_gpu: tuple[int | None, ...] = ()
     unplaced: tuple[tuple[int | None, int, int], ...] = ()
     opaque: tuple[tuple[int | None, int, int], ...] = ()
+    veiled: tuple[tuple[int | None, int, int], ...] = ()
     scheme: Scheme | None = None
     unlisted: tuple[tuple[int | None, int], ...] = ()
     at: int = -1
@@ -134,7 +135,7 @@ def unload(state: RankState, offset: int, why: str) -> list[Effect]:
     state.at = max(state.at, offset)
     if not state.loaded:
         return []
-    state.loaded, state.unplaced, state.opaque = False, (), ()
+    state.loaded, state.unplaced, state.opaque, state.veiled = False, (), (), ()
     return [Dropped(why)]
 
 
@@ -182,7 +183,7 @@ def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
     state.partial, state.closed, state.suspended = record.partial, False, False
     state.uncertain, state.groups, state.scheme = (), (), None
     state.heard, state.heard_gpu = (), ()
-    state.unplaced, state.opaque, state.unlisted = (), (), ()
+    state.unplaced, state.opaque, state.veiled, state.unlisted = (), (), (), ()
     state.entry, state.stride = record.entry, record.stride
     state.engine_version, state.process = record.engine_version, record.process
     state.at = max(state.at, offset)
@@ -204,7 +205,7 @@ def _take(state: RankState, group: int | str | None, record: Lived) -> list[Effe
         case Resumed():
             state.suspended = False
         case Gap(policy="invalidate"):
-            state.loaded, state.unplaced, state.opaque = False, (), ()
+            state.loaded, state.unplaced, state.opaque, state.veiled = False, (), (), ()
             return [Dropped(f"gap: {record.cause}")]
         case Gap():
             state.uncertain = _join(state.uncertain, (f"gap: {record.cause}",))
@@ -224,6 +225,7 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
         gone = {change.medium for change in record.changes}
         state.unplaced = tuple(u for u in state.unplaced if u[1] not in gone)
         state.opaque = tuple(u for u in state.opaque if u[1] not in gone)
+        state.veiled = tuple(u for u in state.veiled if u[1] not in gone)
         state.unlisted = tuple(lane for lane in state.unlisted if lane[1] not in gone)
         if GPU in gone:
             state.partial = False  # an empty GPU cache has no unknown past
@@ -238,6 +240,7 @@ def _learn(state: RankState, group: int | str | None, record: Events) -> None:
     ):
         state.heard_gpu = (*state.heard_gpu, group)
     state.unplaced = _recount(state.unplaced, group, record.unplaced)
+    state.veiled = _recount(state.veiled, group, record.veiled)
     for change in record.changes:
         if change.unplaced and not change.unplaced_effective and (group, change.medium) not in state.unlisted:
             state.unlisted = (*state.unlisted, (group, change.medium))  # written by an older bridge

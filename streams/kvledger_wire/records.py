@@ -118,8 +118,8 @@ class Events(Lived, frozen=True, array_like=True, tag="events"):
     life. ``uncertain``: reasons that hold for the rank from here to the end of its life, when one was added.
     ``scheme``: how the engine hashes, when that was found out or changed. ``opaque`` (medium code, count): those of
     ``unplaced`` that no prompt's chain under the scheme can equal by tokens and extras known to routers. ``veiled``
-    (medium code, count): those of ``unplaced`` and not of ``opaque`` that are proven to be no part of a prompt without
-    adapter, salt and media.
+    (medium code, count): those of ``unplaced`` that are proven to be no part of a prompt without adapter, salt and
+    media (ADR 4); opaque ones may be among them.
     """
 
     seq: int

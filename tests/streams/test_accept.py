@@ -265,16 +265,33 @@ def test_unplaced_counts_replace_those_of_their_group() -> None:
     assert state.unplaced == ((2, 0, 5),)
 
 
-def test_opaque_counts_go_with_those_of_unplaced_hashes() -> None:
+@pytest.mark.parametrize("kind", ["opaque", "veiled"])
+@pytest.mark.parametrize("end", ["hole", "gap", "life"])
+def test_counts_of_a_kind_go_with_those_of_unplaced_hashes(kind: str, end: str) -> None:
     state = loaded()
-    accept(state, 1, events(1, unplaced=((0, 2), (1, 4)), opaque=((0, 1), (1, 4))), 1)
-    assert state.opaque == ((1, 0, 1), (1, 1, 4))
+    accept(state, 1, events(1, unplaced=((0, 2), (1, 4)), **{kind: ((0, 1), (1, 4))}), 1)
+    assert getattr(state, kind) == ((1, 0, 1), (1, 1, 4))
 
     accept(state, "*", clear(2), 2)
 
-    assert [state.unplaced, state.opaque] == [((1, 1, 4),)] * 2
-    unload(state, 3, "hole")
-    assert [state.unplaced, state.opaque] == [()] * 2
+    assert [state.unplaced, getattr(state, kind)] == [((1, 1, 4),)] * 2
+    match end:
+        case "hole":
+            unload(state, 3, end)
+        case "gap":
+            accept(state, "*", Gap(0, 1, (1, 1), 3, 1, 2, end, "invalidate"), 3)
+        case _:
+            accept(state, "*", opened(count=2), 3)
+    assert [state.unplaced, getattr(state, kind)] == [()] * 2
+
+
+def test_a_record_without_veiled_hashes_takes_back_those_of_its_group_alone() -> None:
+    state = loaded()
+    accept(state, 1, events(1, unplaced=((0, 2),), veiled=((0, 2),)), 1)
+    accept(state, 2, events(2, unplaced=((0, 1),), veiled=((0, 1),)), 2)
+    accept(state, 1, events(3, unplaced=((0, 2),)), 3)
+
+    assert state.veiled == ((2, 0, 1),)
 
 
 def test_hashes_of_a_bridge_that_does_not_list_them_are_opaque() -> None:

@@ -119,10 +119,12 @@ def test_a_batch_of_one_rank_is_one_unit_from_first_to_last() -> None:
 def test_now_carries_sequence_and_unplaced_hashes_per_lane() -> None:
     rank, log = opened_rank()
     rank.seq = 41
-    rank.events(group=None, unplaced=((0, 3), (1, 1)), opaque=((0, 2),))
+    rank.events(group=None, unplaced=((0, 3), (1, 1)), opaque=((0, 2),), veiled=((0, 1),))
     (step,) = steps_of(log)
 
-    assert step.units[0].now == Now(1, 1, 1, 1, seq=41, unplaced=((255, 0, 3), (255, 1, 1)), opaque=((255, 0, 2),))
+    assert step.units[0].now == Now(
+        1, 1, 1, 1, seq=41, unplaced=((255, 0, 3), (255, 1, 1)), opaque=((255, 0, 2),), veiled=((255, 0, 1),)
+    )
 
 
 @pytest.mark.parametrize(

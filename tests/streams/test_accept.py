@@ -269,7 +269,8 @@ def test_unplaced_counts_replace_those_of_their_group() -> None:
 @pytest.mark.parametrize("end", ["hole", "gap", "life"])
 def test_counts_of_a_kind_go_with_those_of_unplaced_hashes(kind: str, end: str) -> None:
     state = loaded()
-    accept(state, 1, events(1, unplaced=((0, 2), (1, 4)), **{kind: ((0, 1), (1, 4))}), 1)
+    some: dict[str, Any] = {kind: ((0, 1), (1, 4))}
+    accept(state, 1, events(1, unplaced=((0, 2), (1, 4)), **some), 1)
     assert getattr(state, kind) == ((1, 0, 1), (1, 1, 4))
 
     accept(state, "*", clear(2), 2)

@@ -1,7 +1,7 @@
 """A TCP link that can fail: between an engine and its bridge, a process and Kafka, a router and Redis.
 
-By hand, one command per line on stdin (``pause``, ``blackhole``, ``cut``, ``resume``, ``latency SECONDS``, ``status``),
-one JSON object per line on stdout; the first one names the address to connect to:
+By hand, one command per line on stdin (``pause``, ``blackhole``, ``cut``, ``resume``, ``latency SECONDS``,
+``aim HOST:PORT``, ``status``), one JSON object per line on stdout; the first one names the address to connect to:
 
     python tests/faults/proxy.py 127.0.0.1:0 127.0.0.1:6379
 
@@ -12,9 +12,10 @@ What each fault is on a real network:
     cut        both ends of every connection get a reset; new connections are forwarded as before
     resume     the link works again; connections that lost bytes meanwhile are reset, as TCP never delivers with a hole
     latency    every byte comes so much later, in both directions
+    aim        new connections lead to another target; open ones stay where they are
 
 Kafka's clients follow the addresses that a broker advertises, so behind this proxy they leave it after the first
-answer: stop a broker with SIGSTOP instead.
+answer, unless the broker advertises the proxy (``Stack.new_kafka(advertised=…)``).
 """
 
 from __future__ import annotations
@@ -106,6 +107,11 @@ class Proxy:
         """Deliver what is read from now on so much later, each way."""
         self._do(lambda link: link.delay(seconds))
 
+    def aim(self, target: str) -> None:
+        """Lead new connections to another ``host:port``, as a service does after a failover; open ones stay."""
+        where = _split(target)
+        self._do(lambda link: link.aim(*where))
+
     def status(self) -> dict[str, Any]:
         """Mode, latency, and counts: open, accepted and reset connections; bytes forwarded and swallowed."""
         return self._do(lambda link: link.status()) | {"address": self._address}
@@ -168,6 +174,9 @@ class _Link:
     def cut(self) -> None:
         for pair in self._pairs.values():
             pair.reset()
+
+    def aim(self, host: str, port: int) -> None:
+        self._target = host, port
 
     def status(self) -> dict[str, Any]:
         return {
@@ -322,9 +331,9 @@ def main(words: list[str]) -> int:
                 case [name] if name in commands:
                     commands[name]()
                     _say(proxy.status())
-                case ["latency", seconds]:
+                case ["latency" | "aim" as name, value]:
                     try:
-                        proxy.latency(float(seconds))
+                        proxy.latency(float(value)) if name == "latency" else proxy.aim(value)
                     except ValueError as error:
                         _say({"error": str(error)})
                         continue
@@ -332,7 +341,7 @@ def main(words: list[str]) -> int:
                 case []:
                     pass
                 case _:
-                    _say({"error": f"unknown command; there are {', '.join(commands)} and latency SECONDS"})
+                    _say({"error": f"unknown command; there are {', '.join(commands)}, latency SECONDS and aim TARGET"})
     return 0
 
 

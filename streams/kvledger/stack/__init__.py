@@ -115,11 +115,14 @@ class Stack:
     ) -> None:
         self.stop()
 
-    def new_kafka(self, name: str = "kafka") -> LocalKafka:
-        """A local broker, not started, whose files live in this stack's folder; ``stop`` of the stack ends it."""
+    def new_kafka(self, name: str = "kafka", *, advertised: str | None = None) -> LocalKafka:
+        """A local broker, not started, whose files live in this stack's folder; ``stop`` of the stack ends it.
+
+        ``advertised`` is the address that clients are told to go to, where that is not the broker's own.
+        """
         cache = cache_folder(self._environment)
         jars = kafka_jars(cache, self._progress)
-        broker = LocalKafka(self.folder, jars, find_java(cache, self._progress), name=name)
+        broker = LocalKafka(self.folder, jars, find_java(cache, self._progress), name=name, advertised=advertised)
         self._started.append(broker)
         return broker
 

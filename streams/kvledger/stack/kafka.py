@@ -37,7 +37,7 @@ process.roles=broker,controller
 node.id=1
 controller.quorum.voters=1@{host}:{controller}
 listeners=PLAINTEXT://{host}:{broker},CONTROLLER://{host}:{controller}
-advertised.listeners=PLAINTEXT://{host}:{broker}
+advertised.listeners=PLAINTEXT://{advertised}
 listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
 controller.listener.names=CONTROLLER
 inter.broker.listener.name=PLAINTEXT
@@ -91,12 +91,18 @@ Configuration:
 class LocalKafka:
     """A broker and controller in one JVM; ``start`` after ``stop`` or ``kill`` (-9) keeps data and ports."""
 
-    def __init__(self, folder: DataFolder, jars: Path, java: Java, *, name: str = "kafka") -> None:
-        """Nothing runs yet; files go to ``folder/name``, which may hold the data of an earlier life."""
+    def __init__(
+        self, folder: DataFolder, jars: Path, java: Java, *, name: str = "kafka", advertised: str | None = None
+    ) -> None:
+        """Nothing runs yet; files go to ``folder/name``, which may hold the data of an earlier life.
+
+        ``advertised`` is the ``host:port`` that clients are told to go to, where something stands before the broker.
+        """
         self._home = folder.path / name
         self._folder = folder
         self._java = java
         self._jars = jars
+        self._advertised = advertised
         self._broker_port = 0
         self._cluster = ""
         self._process: Process | None = None
@@ -156,7 +162,9 @@ class LocalKafka:
         data.mkdir(parents=True, exist_ok=True)
         self._broker_port, controller = self._ports()
         config = self._home / "server.properties"
-        config.write_text(PROPERTIES.format(host=HOST, broker=self._broker_port, controller=controller, data=data))
+        ports = {"broker": self._broker_port, "controller": controller}
+        advertised = self._advertised or f"{HOST}:{self._broker_port}"
+        config.write_text(PROPERTIES.format(host=HOST, data=data, advertised=advertised, **ports))
         logging = self._home / "log4j2.yaml"
         logging.write_text(LOGGING)
         java = [str(self._java.binary), *JAVA_FLAGS, f"-Dlog4j2.configurationFile={logging}"]

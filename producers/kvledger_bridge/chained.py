@@ -44,6 +44,8 @@ class Chains:
         self.misses = 0
         self.media = False
         """Whether any key of this life knows of a media item: one may then reach into a span that does not show it."""
+        self.whole = False
+        """Whether the wire has whole hashes: a child then brings its parent's digest itself."""
         self._stride = stride
         self._paths = dict(entry.hash_scheme.paths) if entry.hash_scheme is not None else {}
 
@@ -62,6 +64,11 @@ class Chains:
             self.need.block = self.finder.block  # proven by hashes, whatever groups are heard of later
         else:
             self.finder.restart()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the log has to keep digests: chains are computed, and the wire has only the low 64 bits of hashes."""
+        return self.need.chains and not self.whole
 
     def take_scheme(self) -> Scheme | None:
         """The scheme, with the hash block size under which it holds, if others have not been told all of it."""
@@ -95,6 +102,7 @@ class Chains:
     def follow(self, chained: Chained, raw: bytes, digest: bytes | None, start: int) -> Walk:
         """Digests along a span of ``raw`` tokens (u32le) from token ``start`` on, behind ``digest`` where known."""
         told, finder = chained.told, self.finder
+        self.whole = self.whole or chained.wire is not None
         if finder.wants:
             finder.look(
                 told,

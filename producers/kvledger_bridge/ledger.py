@@ -17,6 +17,7 @@ import msgspec
 
 from kvledger_bridge.decode import AllBlocksCleared, Batch, BlockRemoved, BlockStored, low64
 from kvledger_bridge.identity import opaque_from as first_opaque
+from kvledger_bridge.lanes import Counts, Lane
 from kvledger_bridge.lineage import Block, Lineage, Move, Span
 from kvledger_bridge.runs import OpenChange, Part, lay_out
 from kvledger_index.enginehash import Scheme
@@ -64,52 +65,6 @@ class Piece(msgspec.Struct, frozen=True):
     opaque: tuple[tuple[int, int], ...] = ()
 
 
-class Counts:
-    """Plain counters of one life, for telemetry; nothing is decided by them."""
-
-    __slots__ = (
-        "attached",
-        "clears",
-        "events_refused",
-        "full_reports",
-        "removals_unknown",
-        "removed",
-        "retracted",
-        "stored",
-        "stored_unplaced",
-    )
-
-    def __init__(self) -> None:
-        self.stored = 0
-        self.stored_unplaced = 0
-        self.removed = 0
-        self.removals_unknown = 0
-        self.attached = 0
-        self.retracted = 0
-        self.clears = 0
-        self.events_refused = 0
-        self.full_reports = 0
-
-
-class _Lane:
-    """Copies in one (group, medium): of blocks, and of hashes without one, some of them ``opaque``.
-
-    ``reported``: sequence, last hash and first stride of tokens of the newest event from token 0 that brought nothing
-    new; GPU lanes only, as connectors announce again whatever they like.
-    """
-
-    __slots__ = ("code", "copies", "gpu", "group", "opaque", "reported", "unplaced")
-
-    def __init__(self, group: int | None, code: int) -> None:
-        self.group = group
-        self.code = code
-        self.gpu = code == 0
-        self.copies: dict[Block, int] = {}
-        self.unplaced: dict[int, int] = {}
-        self.opaque: set[int] = set()
-        self.reported: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
-
-
 class _Draft:
     """A group's changes since the batch began or was cut."""
 
@@ -119,13 +74,13 @@ class _Draft:
         self.changes: list[OpenChange] = []
         self.spec: GroupSpec | None = None
 
-    def open(self, op: int, medium: int, origin: int) -> OpenChange:
-        """The change to extend: the last one where it is of the same kind."""
+    def open(self, op: int, medium: int, origin: int, *, digests: bool = False) -> OpenChange:
+        """The change to extend: the last one where it is of the same kind. ``digests``: it tells whole hashes, too."""
         if self.changes:
             last = self.changes[-1]
             if last.op == op and last.medium == medium and last.origin == origin:
                 return last
-        change = OpenChange(op, medium, origin)
+        change = OpenChange(op, medium, origin, digests=digests)
         self.changes.append(change)
         return change
 
@@ -142,8 +97,8 @@ class Ledger:
         self._entry = entry
         self._counted = entry.copies == "counted"
         self._named_sizes = {spec.group: spec.block_size for spec in entry.groups if spec.block_size}
-        self._lanes: dict[tuple[int | None, int], _Lane] = {}
-        self._heard: dict[tuple[int | None, str | None], _Lane] = {}
+        self._lanes: dict[tuple[int | None, int], Lane] = {}
+        self._heard: dict[tuple[int | None, str | None], Lane] = {}
         self._specs: dict[int | None, GroupSpec] = {}
         self._reasons: set[str] = set()
         self._untold: list[str] = []
@@ -153,6 +108,7 @@ class Ledger:
         self._seq = -1
         self._ts = 0.0
         self._report_seq = -1
+        self._recorded = False
         self._computed: set[tuple[int, ...]] = set()  # first strides of what the batch computed from token 0
 
     def apply(self, seq: int, batch: Batch, origin: int = LIVE) -> list[Piece]:
@@ -171,6 +127,7 @@ class Ledger:
                     f"unknown event tag {tag}: list it in harmless_tags of the model entry if it changes no cache"
                 )
         spans = self.lineage.place(batch.events)
+        self._recorded = self.lineage.chains.recorded
         moves = self.lineage.moves
         for move in moves:
             self._move(move)
@@ -242,7 +199,7 @@ class Ledger:
         lane = self._lane(group, MEDIA.index(medium))
         if len(self._heard) < WORDS_MAX:
             self._heard[group, event.medium] = lane
-        change = self._draft(group).open(STORED, lane.code, origin)
+        change = self._draft(group).open(STORED, lane.code, origin, digests=self._recorded)
         before = len(lane.copies) + len(lane.unplaced)
         names = span.hashes if span is not None else tuple([low64(each) for each in event.block_hashes])
         places: Sequence[int] = range(len(names))
@@ -255,7 +212,7 @@ class Ledger:
         if span is not None and span.start < 0:
             self.lineage.hold(span)
 
-    def _store_span(self, lane: _Lane, span: Span, change: OpenChange) -> Sequence[int]:
+    def _store_span(self, lane: Lane, span: Span, change: OpenChange) -> Sequence[int]:
         """One copy more of each block of a placed span; returns which of its hashes are none of them."""
         for part in self._parts_of(span):
             change.add_part(part, self._count_part(lane, part))
@@ -264,7 +221,7 @@ class Ledger:
             return [*[i for i, block in enumerate(span.blocks) if block is None], *places]
         return places
 
-    def _count_part(self, lane: _Lane, part: Part) -> int:
+    def _count_part(self, lane: Lane, part: Part) -> int:
         """One copy more of each block of a part; returns which of them had none."""
         copies = lane.copies
         retain = self.lineage.retain
@@ -281,7 +238,7 @@ class Ledger:
         return effective
 
     def _store_by_hash(
-        self, lane: _Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], change: OpenChange
+        self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], change: OpenChange
     ) -> None:
         """Those of an event's hashes that are not part of a placed span: found by name, else unplaced."""
         opaque_from: int | None = None
@@ -308,7 +265,7 @@ class Ledger:
         if opaque_from is not None and masked and lane.gpu:
             self.lineage.chains.force()
 
-    def _opaque_from(self, lane: _Lane, event: BlockStored) -> int:
+    def _opaque_from(self, lane: Lane, event: BlockStored) -> int:
         """From which of its hashes on no router can compute the event's (ADR 4)."""
         if not lane.gpu and event.group_idx is None and event.token_ids:
             return 0  # a cache of its own, with chunks and hashes of its own
@@ -317,7 +274,7 @@ class Ledger:
             return 0
         return first_opaque(event)
 
-    def _watch(self, lane: _Lane, event: BlockStored, span: Span | None, names: Sequence[int], *, fresh: bool) -> None:
+    def _watch(self, lane: Lane, event: BlockStored, span: Span | None, names: Sequence[int], *, fresh: bool) -> None:
         """Look for full reports. ``fresh``: the event brought its lane something new."""
         if event.parent_block_hash is None:
             head = event.token_ids[: self.lineage.stride]
@@ -417,22 +374,22 @@ class Ledger:
             if copies:
                 self._set_unplaced(lane, move.hash, 0)
                 self.counts.attached += 1
-                change = self._draft(lane.group).open(STORED, lane.code, ATTACHED)
+                change = self._draft(lane.group).open(STORED, lane.code, ATTACHED, digests=self._recorded)
                 change.add_block(move.now, move.hash, effective=self._add(lane, move.now, copies))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _lane(self, group: int | None, code: int) -> _Lane:
+    def _lane(self, group: int | None, code: int) -> Lane:
         lane = self._lanes.get((group, code))
         if lane is None:
-            lane = self._lanes[group, code] = _Lane(group, code)
+            lane = self._lanes[group, code] = Lane(group, code)
             if code == 0 and len({group is None for group, medium in self._lanes if medium == 0}) > 1:
                 self._doubt(
                     "GPU events with a group number and without one: name the engine's groups in the model entry"
                 )
         return lane
 
-    def _add(self, lane: _Lane, block: Block, copies: int) -> bool:
+    def _add(self, lane: Lane, block: Block, copies: int) -> bool:
         """``copies`` more of a block; whether it had none."""
         have = lane.copies.get(block)
         if have is None:
@@ -443,7 +400,7 @@ class Ledger:
             lane.copies[block] = have + copies
         return False
 
-    def _set_unplaced(self, lane: _Lane, name: int, copies: int) -> None:
+    def _set_unplaced(self, lane: Lane, name: int, copies: int) -> None:
         if copies:
             lane.unplaced[name] = copies
         else:
@@ -512,7 +469,7 @@ class Ledger:
     def _parts_of(self, span: Span) -> list[Part]:
         parts = self._parts.get(span)
         if parts is None:
-            parts = self._parts[span] = lay_out(span)
+            parts = self._parts[span] = lay_out(span, digests=self._recorded)
         return parts
 
     def _cut(self) -> None:
@@ -532,6 +489,6 @@ class Ledger:
                 )
             )
 
-    def _lanes_of(self, group: int | None) -> list[_Lane]:
+    def _lanes_of(self, group: int | None) -> list[Lane]:
         lanes = [self._lanes.get((group, code)) for code in range(len(MEDIA))]
         return [lane for lane in lanes if lane is not None]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
+from kvledger_bridge.decode import low64
 from kvledger_bridge.lineage import SEGMENT_MASK, Block, Span
+from kvledger_index.blockkeys import SEGMENT_STRIDES
 from kvledger_wire.records import Change, Run
 
 _PACK = [Struct(f">{count}Q") for count in range(SEGMENT_MASK + 2)]
@@ -22,14 +25,16 @@ class Part(NamedTuple):
     keys: bytes
     blocks: int
     hashes: bytes
+    segment: int
+    digests: bytes
     members: tuple[tuple[int, Block], ...]
 
 
-def lay_out(span: Span) -> list[Part]:
+def lay_out(span: Span, *, digests: bool = False) -> list[Part]:
     """Cut a placed span at segment borders; ``span.before`` is the key before its first.
 
     Segments in which no block ends say nothing; keys after the last block end of a segment are left to the block that
-    they belong to.
+    they belong to. ``digests``: tell the engine's whole hashes, too.
     """
     keys, per, start = span.keys, span.per, span.start
     packed = Struct(f">{len(keys)}Q").pack(*keys)
@@ -49,7 +54,10 @@ def lay_out(span: Span) -> list[Part]:
         else:
             row, parent = _pack_one(span.row), _pack_one(span.before)
         bytes_of_names = _PACK[len(names)].pack(*names)
-        parts.append(Part(row, position, parent, packed[open_at * 8 : last * 8], mask, bytes_of_names, tuple(members)))
+        whole = digests_of([block for _, block in members], names) if digests else b""
+        keys_here = packed[open_at * 8 : last * 8]
+        segment = (start + open_at) // SEGMENT_STRIDES
+        parts.append(Part(row, position, parent, keys_here, mask, bytes_of_names, segment, whole, tuple(members)))
 
     for i, block in enumerate(span.blocks):
         at = (i + 1) * per - 1
@@ -66,16 +74,45 @@ def lay_out(span: Span) -> list[Part]:
     return parts
 
 
+def digests_of(blocks: Sequence[Block], names: Sequence[int]) -> bytes:
+    """The whole engine hashes of ``blocks`` one after the other, zeros where one is not known; empty if none is.
+
+    ``names`` are the hashes by which the blocks are told: a block with several has the digest of one of them.
+    """
+    known = [
+        block.digest if block.digest is not None and low64(block.digest) == name else b""
+        for block, name in zip(blocks, names, strict=True)
+    ]
+    size = max(map(len, known), default=0)
+    if not size:
+        return b""
+    blank = bytes(size)
+    return b"".join([each if len(each) == size else blank for each in known])
+
+
 class OpenChange:
     """A change that is still collecting: one kind of event of one lane.
 
     Blocks that come one by one join a run while they follow each other on a path, in either direction: engines evict
-    a chain from its end.
+    a chain from its end. ``digests``: the engine's whole hashes are told, too.
     """
 
-    __slots__ = ("_chain", "_direction", "_effective", "_flips", "_names", "medium", "op", "origin", "runs", "unplaced")
+    __slots__ = (
+        "_chain",
+        "_digests",
+        "_direction",
+        "_effective",
+        "_flips",
+        "_names",
+        "medium",
+        "op",
+        "origin",
+        "runs",
+        "unplaced",
+    )
 
-    def __init__(self, op: int, medium: int, origin: int) -> None:
+    def __init__(self, op: int, medium: int, origin: int, *, digests: bool = False) -> None:
+        self._digests = digests
         self.op = op
         self.medium = medium
         self.origin = origin
@@ -91,7 +128,8 @@ class OpenChange:
         """One segment of a span."""
         if self._chain:
             self._close()
-        self.runs.append(Run(part.row, part.position, part.parent, part.keys, part.blocks, effective, part.hashes))
+        row, position, parent, keys, blocks, hashes, segment, digests, _ = part
+        self.runs.append(Run(row, position, parent, keys, blocks, effective, hashes, segment, digests))
 
     def add_block(self, block: Block, name: int, *, effective: bool) -> None:
         """A block that was found by its hash ``name``."""
@@ -153,6 +191,8 @@ class OpenChange:
                 (1 << count) - 1,
                 sum(1 << i for i, each in enumerate(effective) if each),
                 _PACK[count].pack(*names),
+                (first.end - 1) // SEGMENT_STRIDES,
+                digests_of(chain, names) if self._digests else b"",
             )
         )
         self._chain, self._names, self._effective, self._direction = [], [], [], 0

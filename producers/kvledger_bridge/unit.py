@@ -134,4 +134,4 @@ def _size(change: Change) -> int:
 
 
 def _run_size(run: Run) -> int:
-    return _RUN_BYTES + len(run.keys) + len(run.hashes)
+    return _RUN_BYTES + len(run.keys) + len(run.hashes) + len(run.digests)

@@ -35,8 +35,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     ``hashes`` holds the low 64 bits of the engine hashes, big-endian, one per bit of ``blocks``, ascending.
     ``segment`` numbers the segment on its path, from 0 (-1: written by an older bridge), so that the first of ``keys``
     ends at stride ``16 * segment + position + 1``. ``digests`` holds the engine's whole digests, as many as ``hashes``
-    and of equal size, where the wire has only their low 64 bits and children's chains need them; else it is empty.
-    All 8-byte keys are big-endian.
+    and of equal size (zeros: this one is not known), where the wire has only their low 64 bits and children's chains
+    need them; else it is empty. All 8-byte keys are big-endian.
     """
 
     row: bytes

@@ -57,9 +57,9 @@ def test_runs_are_cut_at_segments_and_name_row_position_and_parent() -> None:
     keys = rank.keys(tokens)
     big = [key.to_bytes(8, "big") for key in keys]
 
-    assert [
-        Run(big[0], 10, big[9], b"".join(big[10:16]), 0x3F, 0x3F, b"".join(i.to_bytes(8, "big") for i in range(11, 17)))
-    ] == list(change.runs[:1])
+    names = b"".join(i.to_bytes(8, "big") for i in range(11, 17))
+
+    assert [Run(big[0], 10, big[9], b"".join(big[10:16]), 0x3F, 0x3F, names, 0)] == list(change.runs[:1])
     assert [(run.row, run.position, run.parent, len(run.keys) // 8) for run in change.runs[1:]] == [
         (big[16], 0, bytes(8), 16),
         (big[32], 0, bytes(8), 4),

@@ -72,7 +72,8 @@ class Reader:
         self.unplaced: dict[tuple[int | str | None, int], int] = {}
         self.loose: dict[tuple[int | str | None, int], set[int]] = defaultdict(set)
         self.specs: dict[int | str | None, GroupSpec] = {}
-        self.paths: dict[int, tuple[int, int, int]] = {}
+        self.paths: dict[int, tuple[int, int, int, int]] = {}
+        self.digests = 0
         self.uncertain: list[str] = []
         self.attached = 0
 
@@ -129,15 +130,28 @@ class Reader:
         assert run.effective & ~run.blocks == 0
         assert len(run.hashes) == 8 * run.blocks.bit_count()
         assert run.blocks >> (count - 1) == 1, "the last key of a run is the end of a block"
+        assert run.segment >= 0
+        self.whole(run)
         before = unpack(">Q", run.parent)[0]
         for i, key in enumerate(keys):
-            place = (unpack(">Q", run.row)[0], run.position + i, before if run.position + i else 0)
+            place = (unpack(">Q", run.row)[0], run.position + i, before if run.position + i else 0, run.segment)
             assert self.paths.setdefault(key, place) == place
             before = key
             if run.effective >> i & 1:
                 assert (key in held) == (op == REMOVED)
                 (held.remove if op == REMOVED else held.add)(key)
         assert op in (STORED, REMOVED)
+
+    def whole(self, run: Run) -> None:
+        """Whole digests end in the hashes that they stand beside."""
+        if not run.digests:
+            return
+        size = len(run.digests) // run.blocks.bit_count()
+        assert size * run.blocks.bit_count() == len(run.digests)
+        for i in range(run.blocks.bit_count()):
+            digest = run.digests[i * size : (i + 1) * size]
+            self.digests += any(digest)
+            assert not any(digest) or digest[-8:] == run.hashes[8 * i : 8 * i + 8]
 
 
 def play(path: Path) -> Iterator[tuple[dict[str, Any], Ledger, Reader]]:
@@ -191,6 +205,7 @@ def test_keys_equal_those_that_a_router_computes_from_the_prompt(path: Path) -> 
 
                     assert keys[at] == placed[each]
                     assert (row, at % SEGMENT_STRIDES) == reader.paths[keys[at]][:2]
+                    assert at // SEGMENT_STRIDES == reader.paths[keys[at]][3]
 
     assert compared > 500
 
@@ -250,3 +265,10 @@ def test_masked_hashes_that_a_later_event_names_are_attached() -> None:
 
     assert ledger.counts.attached > 0
     assert reader.attached > 0
+
+
+@pytest.mark.parametrize("path", [*MANAGER, *ENGINE], ids=name)
+def test_the_log_keeps_whole_digests_where_chains_need_them_and_the_wire_has_their_ends(path: Path) -> None:
+    *_, (_, ledger, reader) = play(path)
+
+    assert ledger.lineage.chains.recorded == (reader.digests > 0)

@@ -10,7 +10,7 @@ import msgspec
 from kvledger_index.blockkeys import SEGMENT_STRIDES
 from kvledger_index.model import MEDIA, GroupSpec, lane_code
 from kvledger_index.units import Bind, Card, Clear, Drop, Now, Op, Put, Stamp
-from kvledger_wire.accept import GPU, Applied, Dropped, Effect, Opening, RankState
+from kvledger_wire.accept import GPU, Applied, Dropped, Effect, Loading, Opening, RankState
 from kvledger_wire.errors import Poison
 from kvledger_wire.records import ATTACHED, CLEARED, REMOVED, STORED, Change, Events, Lived, Run
 
@@ -124,7 +124,7 @@ def _lanes(counts: tuple[tuple[int | None, int, int], ...]) -> tuple[tuple[int, 
 def ops_of(effect: Effect) -> list[Op]:
     """What one effect does to the index. Raises Poison for changes that no bridge of this contract writes."""
     match effect:
-        case Opening():
+        case Opening() | Loading():
             return [Bind()]
         case Dropped():
             return [Drop()]

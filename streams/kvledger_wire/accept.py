@@ -6,12 +6,18 @@ Pure: one rank's state and one record in, effects out; the state object is chang
     record                        what counts
     ------                        -----------
     of a lower owner              nothing: the owner was fenced
-    Fence of the owner or above   drops an unfinished unit; a higher owner suspends the rank
+    Fence of the owner or above   drops an unfinished unit or load; a higher owner suspends the rank
     Opened of a higher life       a new, empty, loaded life
     n = next                      joins the unit; a record with ``end`` applies the unit as a whole
     n at or below                 nothing: a duplicate
-    n above, or unknown life      a hole: the rank is unloaded until the next Opened
+    n above, or unknown life      a hole: the rank is unloaded until the next Opened or complete checkpoint
     unreadable, above ``at``      the same: its key names the rank
+    Checkpoint, in order          of a loaded rank: nothing but its number
+    Checkpoint, part 0, else      a load begins: what the rank held is void, the part is taken in
+    Checkpoint, the load's next   is added; with ``last`` the rank is loaded
+    anything else in a load       ends it: unloaded
+
+A bridge that restored a rank goes on in its life: the life names the earlier owner, the record the present one.
 """
 
 from __future__ import annotations
@@ -21,13 +27,17 @@ import msgspec
 from kvledger_index.enginehash import Scheme
 from kvledger_index.model import MEDIA, GroupSpec, ModelEntry
 from kvledger_wire.records import (
+    ATTACHED,
+    STORED,
     Change,
+    Checkpoint,
     Closed,
     EventRecord,
     Events,
     Fence,
     Gap,
     Heartbeat,
+    Held,
     Life,
     Lived,
     Opened,
@@ -50,6 +60,12 @@ class Opening(msgspec.Struct, frozen=True):
     record: Opened
 
 
+class Loading(msgspec.Struct, frozen=True):
+    """Effect: what was held is void; what this part and those after it hold comes as ``Applied``."""
+
+    record: Checkpoint
+
+
 class Applied(msgspec.Struct, frozen=True):
     """Effect: changes of one group took place."""
 
@@ -63,18 +79,18 @@ class Dropped(msgspec.Struct, frozen=True):
     why: str
 
 
-Effect = Opening | Applied | Dropped
+Effect = Opening | Loading | Applied | Dropped
 
 
 class RankState(msgspec.Struct, omit_defaults=True):
     """Everything a reader knows of one rank; serialisable, so that a reader can go on where another stopped.
 
     ``at`` is the offset of the last record taken in, ``tail`` the records of a unit that has not ended, ``tail_from``
-    the offset of the first of them. ``unplaced``, ``opaque`` and ``veiled`` hold (group, medium code, count). ``heard``
-    names the groups that said anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a
-    part in a hit (offload events may carry no group beside GPU events that do). ``unlisted`` are the lanes (group,
-    medium code) of which some change did not say which hashes became resident without a key: all that are unplaced
-    there count as opaque, too.
+    the offset of the first of them. ``load`` is the part of a checkpoint that is due next, 0 where none is being read.
+    ``unplaced``, ``opaque`` and ``veiled`` hold (group, medium code, count). ``heard`` names the groups that said
+    anything in this life, ``heard_gpu`` those that said it about the GPU: only they have a part in a hit (offload
+    events may carry no group beside GPU events that do). ``unlisted`` are the lanes (group, medium code) of which some
+    change did not say which hashes became resident without a key: all that are unplaced there count as opaque, too.
     """
 
     owner: int = -1
@@ -102,6 +118,7 @@ class RankState(msgspec.Struct, omit_defaults=True):
     at: int = -1
     tail: tuple[tuple[int | str | None, Lived], ...] = ()
     tail_from: int = -1
+    load: int = 0
 
 
 def accept(state: RankState, group: int | str | None, record: EventRecord | None, offset: int) -> list[Effect]:
@@ -113,40 +130,59 @@ def accept(state: RankState, group: int | str | None, record: EventRecord | None
         return unload(state, offset, "unreadable record") if offset > state.at else []
     if record.owner < state.owner:
         return []
-    if record.owner > state.owner or isinstance(record, Fence):
+    effects: list[Effect] = []
+    if record.owner > state.owner:
+        effects = _end_load(state)
         _no_tail(state)
-        if record.owner > state.owner:
-            state.suspended = True  # also when the Fence itself could not be read
+        if not state.loaded or _starts_older_life(state, record):
+            state.life, state.n = NO_LIFE, -1  # that life belonged to owners who are fenced now
+        state.suspended = True  # also when the Fence itself could not be read
         state.owner = record.owner
     if isinstance(record, Fence):
-        state.at = max(state.at, offset)
-        return []
+        _no_tail(state)
+        if offset > state.at:  # read again it says nothing of the load that began after it
+            effects += _end_load(state)
+            state.at = offset
+        return effects
     if isinstance(record, Opened):
-        return _open(state, record, offset) if record.life > state.life else []
-    return _lived(state, group, record, offset)
+        return _open(state, record, offset) if record.life > state.life else effects
+    return effects + _lived(state, group, record, offset)
 
 
 def unload(state: RankState, offset: int, why: str) -> list[Effect]:
-    """Claim nothing of the rank until its next Opened; its owner, life and n stay.
+    """Claim nothing of the rank until its next Opened or complete checkpoint; its owner, life and n stay.
 
     For a hole, and for a reader that met a record at ``offset`` which it cannot use although it is in order.
     """
     _no_tail(state)
     state.at = max(state.at, offset)
-    if not state.loaded:
+    if not (state.loaded or state.load):
         return []
-    state.loaded, state.unplaced, state.opaque, state.veiled = False, (), (), ()
+    state.loaded, state.load, state.unplaced, state.opaque, state.veiled = False, 0, (), (), ()
     return [Dropped(why)]
+
+
+def _end_load(state: RankState) -> list[Effect]:
+    return unload(state, state.at, "fenced within a checkpoint") if state.load else []
+
+
+def _starts_older_life(state: RankState, record: EventRecord) -> bool:
+    """Whether a higher owner restates a life below the one we follow: ours was opened behind that owner's Fence."""
+    return isinstance(record, Checkpoint) and record.part == 0 and record.life < state.life
 
 
 def _lived(state: RankState, group: int | str | None, record: Lived, offset: int) -> list[Effect]:
     due = state.n + len(state.tail) + 1
-    if record.life < state.life and offset <= state.at:
-        return []  # read again
+    if (record.life < state.life and offset <= state.at) or (record.life == state.life and record.n < due):
+        return []  # read again, or written twice
     why = _hole(state, record, due)
+    if isinstance(record, Checkpoint) and (why is not None or not state.loaded):
+        return _load(state, record, offset, why)
+    if why is None and state.load:
+        why = f"part {state.load} of a checkpoint was due"
     if why is not None:
         return unload(state, offset, why)
-    if record.n < due or not state.loaded:
+    if not state.loaded:
         return []
     if not state.tail:
         state.tail_from = offset
@@ -164,7 +200,7 @@ def _lived(state: RankState, group: int | str | None, record: Lived, offset: int
 
 
 def _hole(state: RankState, record: Lived, due: int) -> str | None:
-    """Why this record does not follow what is known; None where it does, or repeats it."""
+    """Why this record does not follow what is known; None where it does."""
     if record.life < state.life:
         return "record of an older life"  # of an accepted owner, read for the first time: what was between is unknown
     if record.life > state.life:
@@ -178,7 +214,7 @@ def _hole(state: RankState, record: Lived, due: int) -> str | None:
 
 def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
     _no_tail(state)
-    state.life, state.n, state.loaded = record.life, 0, True
+    state.life, state.n, state.loaded, state.load = record.life, 0, True, 0
     state.seq, state.digest = record.seq, record.digest
     state.partial, state.closed, state.suspended = record.partial, False, False
     state.uncertain, state.groups, state.scheme = (), (), None
@@ -190,6 +226,47 @@ def _open(state: RankState, record: Opened, offset: int) -> list[Effect]:
     return [Opening(record)]
 
 
+def _load(state: RankState, record: Checkpoint, offset: int, hole: str | None) -> list[Effect]:
+    """A part of a checkpoint that is not news to a loaded rank but all there is: begin with it, or add it."""
+    begins = record.part == 0 and record.life >= state.life  # numbers, and so stamps in an index, never go back
+    if not begins and (hole is not None or record.part != state.load or not state.load):
+        return unload(state, offset, hole or f"part {record.part} of a checkpoint where {state.load} was due")
+    if any(not _is_whole(held) for held in record.lanes):
+        return unload(state, offset, "part of a checkpoint that does not say what is held")
+    effects: list[Effect] = []
+    if begins:
+        _no_tail(state)
+        state.life, state.closed, state.unlisted = record.life, False, ()
+        effects.append(Loading(record))
+    state.n, state.at = record.n, max(state.at, offset)
+    state.load, state.loaded = (0, True) if record.last else (record.part + 1, False)
+    _restate(state, record)
+    return effects + [Applied(held.group, (_resident(held),)) for held in record.lanes]
+
+
+def _is_whole(held: Held) -> bool:
+    """Whether this names residents only: what a part silently left out would be missing from exact answers."""
+    change = held.change
+    return change.op == STORED and change.origin != ATTACHED and all(run.effective == run.blocks for run in change.runs)
+
+
+def _resident(held: Held) -> Change:
+    """A lane's part as the change that brings it, with its unplaced hashes marked whether or not the writer did."""
+    count = len(held.change.unplaced) // 8
+    every = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+    return msgspec.structs.replace(held.change, unplaced_effective=every)
+
+
+def _restate(state: RankState, record: Checkpoint) -> None:
+    state.seq, state.digest = record.seq, record.digest
+    state.partial, state.suspended, state.uncertain = record.partial, record.suspended, record.uncertain
+    state.entry, state.stride = record.entry, record.stride
+    state.engine_version, state.process = record.engine_version, record.process
+    state.groups, state.heard, state.heard_gpu = record.groups, record.heard, record.heard_gpu
+    state.scheme, state.unplaced = record.scheme, record.unplaced
+    state.opaque, state.veiled = record.opaque, record.veiled
+
+
 def _take(state: RankState, group: int | str | None, record: Lived) -> list[Effect]:
     """One record of a whole unit."""
     match record:
@@ -198,8 +275,11 @@ def _take(state: RankState, group: int | str | None, record: Lived) -> list[Effe
             _learn(state, group, record)
             return [Applied(group, record.changes)] if record.changes else []
         case Heartbeat():
-            state.seq, state.digest = record.seq, record.digest
+            if not record.alive:  # that one does not say through which batch the log is complete
+                state.seq, state.digest = record.seq, record.digest
             state.uncertain = _join(state.uncertain, record.uncertain)
+        case Checkpoint():  # all that it restates was said before
+            state.seq, state.digest = record.seq, record.digest
         case Suspended():
             state.suspended = True
         case Resumed():

@@ -137,10 +137,11 @@ class Events(Lived, frozen=True, array_like=True, tag="events"):
 class Held(msgspec.Struct, frozen=True, array_like=True):
     """What one lane holds, or a part of it.
 
-    ``change`` is STORED: every block of its runs and every unplaced hash of it is effective; its ``seq`` and ``ts`` are
-    those of the checkpoint's last batch. ``copies`` are u16be, first one per block of the runs in their order, then one
-    per unplaced hash; empty: all 1. ``opaque`` and ``veiled`` are bitmaps over ``unplaced`` (bit j % 8 of byte j // 8,
-    trailing zero bytes left out): which of them a record's counts of that name mean.
+    ``change`` is STORED; its ``seq`` and ``ts`` are those of the checkpoint's last batch. Every block of its runs is
+    effective (readers refuse a part where ``effective`` differs from ``blocks``), and so is every hash of ``unplaced``
+    (``unplaced_effective`` may be left out). ``copies`` are u16be, first one per block of the runs in their order, then
+    one per unplaced hash; empty: all 1. ``opaque`` and ``veiled`` are bitmaps over ``unplaced`` (bit j % 8 of byte
+    j // 8, trailing zero bytes left out): which of them a record's counts of that name mean.
     """
 
     group: int | None
@@ -158,6 +159,10 @@ class Checkpoint(Lived, frozen=True, array_like=True, tag="checkpoint"):
     code, count) for the whole rank. ``lanes`` of all parts together are all that is resident; ``parents`` are blocks
     that are not resident and whose names are kept for their children (effective 0). ``ambiguous`` holds hashes
     (8 bytes each) that stood for two prefixes and are placed no more.
+
+    A reader that is loaded keeps what it has, so whatever a part restates must have been said by records before it;
+    only counts of ``opaque`` may be higher, of ``veiled`` lower, than those last said. ``life`` is the one that goes
+    on, ``owner`` who writes.
     """
 
     part: int

@@ -24,7 +24,7 @@ from kvledger_bridge.telemetry import Telemetry
 from kvledger_engine.recording import Meta, Published, read
 from kvledger_engine.standin import StandIn
 from kvledger_index.model import ModelEntry
-from kvledger_wire.accept import Applied, Dropped, Opening, RankState, accept
+from kvledger_wire.accept import Applied, Dropped, Loading, Opening, RankState, accept
 from kvledger_wire.partition import parse_key, partition_of
 from kvledger_wire.records import CLEARED, STORED, Run, decode_event
 from kvledger_wire.topics import EVENTS
@@ -65,7 +65,7 @@ class Rank:
         self.partitions.add(partition)
         for effect in accept(self.state, group, record, offset):
             match effect:
-                case Opening() | Dropped():
+                case Opening() | Loading() | Dropped():
                     self.blocks.clear()
                 case Applied(group=of, changes=changes):
                     for change in changes:

@@ -31,7 +31,7 @@ from kvledger_bridge.engine import Session
 from kvledger_bridge.errors import Undecodable
 from kvledger_bridge.lifelog import digest_of
 from kvledger_index.model import GroupSpec, ModelEntry
-from kvledger_wire.accept import Applied, Dropped, Opening, RankState, accept
+from kvledger_wire.accept import Applied, Dropped, Loading, Opening, RankState, accept
 from kvledger_wire.partition import RANK_WIDE
 from kvledger_wire.records import CLEARED, REMOVED, STORED, Change, Events, Gap, decode_event, encode
 
@@ -140,7 +140,7 @@ class Reader:
         self.log.append((group, copy))
         for effect in accept(self.state, group, copy, self.offset):
             match effect:
-                case Opening() | Dropped():
+                case Opening() | Loading() | Dropped():
                     self.blocks.clear()
                 case Applied(changes=changes):
                     self._apply(changes)

@@ -69,6 +69,9 @@ class RankLog:
         self.replica, self.rank, self.owner = replica, rank, owner
         self.entry = entry or ModelEntry(model="m", groups=(GroupSpec(0, "full_attention", 16),))
         self.opened = 0
+        self.life: wire.Life = (owner, 0)
+        self.paths: dict[int, tuple[Sequence[int], int]] = {}
+        self.suspended = self.partial = False
         self.n = -1
         self.seq = -1
         self.loaded = False
@@ -78,10 +81,6 @@ class RankLog:
     def id(self) -> str:
         return f"{self.replica}/{self.rank}"
 
-    @property
-    def life(self) -> wire.Life:
-        return (self.owner, self.opened)
-
     def partition(self, partitions: int) -> int:
         return partition_of(self.replica, self.rank, partitions)
 
@@ -89,12 +88,13 @@ class RankLog:
         self.log.append((record_key(self.replica, self.rank, group), wire.encode(record)))
 
     def take_over(self, owner: int) -> None:
-        """A new bridge: Fence, then a new life (as issue 3 does it)."""
-        self.owner, self.opened = owner, 0
+        """A new bridge: Fence; its life goes on, or it opens a new one."""
+        self.owner, self.opened, self.suspended = owner, 0, True
         self.put(wire.Fence(0, owner, "bridge", "0", "start"))
 
     def open(self, *, partial: bool = False, seq: int = -1) -> None:
         self.opened += 1
+        self.life, self.suspended, self.partial = (self.owner, self.opened), False, partial
         self.n, self.seq, self.loaded, self.held = 0, seq, True, set()
         self.put(wire.Opened(0, self.owner, self.life, 0, self.entry, self.entry.stride, seq, b"", partial, "test"))
 
@@ -112,6 +112,7 @@ class RankLog:
         """One engine batch of (group, medium, "store" | "remove", path, start, stop); one record per change."""
         self.seq += 1
         for i, (group, medium, what, path, start, stop) in enumerate(changes):
+            self.paths |= {path[place]: (path, place) for place in range(start, stop)}
             claims = {(group, medium, key) for key in path[start:stop]}
             moved = claims - self.held if what == "store" else claims & self.held
             self.held = self.held | claims if what == "store" else self.held - claims
@@ -124,6 +125,7 @@ class RankLog:
     def clear(self, medium: str = "gpu") -> None:
         self.seq += 1
         self.held = {claim for claim in self.held if claim[1] != medium}
+        self.partial = self.partial and medium != "gpu"
         change = wire.Change(wire.CLEARED, MEDIA.index(medium), self.seq, 0.0)
         self.put(wire.Events(*self.next(), self.seq, b"d", True, (change,)))
 
@@ -131,9 +133,11 @@ class RankLog:
         self.put(wire.Heartbeat(*self.next(), self.seq, b"d"))
 
     def suspend(self) -> None:
+        self.suspended = True
         self.put(wire.Suspended(*self.next(), "test"))
 
     def resume(self) -> None:
+        self.suspended = False
         self.put(wire.Resumed(*self.next(), "test"))
 
     def gap(self) -> None:
@@ -143,6 +147,29 @@ class RankLog:
     def close(self) -> None:
         self.put(wire.Closed(*self.next(), "test"))
         self.held = set()
+
+    def holdings(self) -> list[wire.Held]:
+        """What is held, a block each: the dullest checkpoint that says everything."""
+        out = []
+        for group, medium, key in sorted(self.held, key=str):
+            path, place = self.paths[key]
+            change = wire.Change(wire.STORED, MEDIA.index(medium), self.seq, 0.0, runs(path, place, place + 1))
+            out.append(wire.Held(group, change))
+        return out
+
+    def part(self, number: int, *, last: bool, lanes: Sequence[wire.Held] = (), **more: Any) -> None:
+        """One part of a checkpoint."""
+        facts: dict[str, Any] = {"suspended": self.suspended, "partial": self.partial, "lanes": tuple(lanes)} | more
+        head = (*self.next(), number, last, self.entry, self.entry.stride, self.seq, b"d" if self.seq >= 0 else b"")
+        self.put(wire.Checkpoint(*head, **facts))
+
+    def checkpoint(self, parts: int = 1, **more: Any) -> None:
+        """All that is held, in so many parts; the groups heard are those that a reader from zero would know."""
+        lanes = self.holdings()
+        size = -(-len(lanes) // parts) or 1
+        for number in range(parts):
+            held = lanes[number * size : (number + 1) * size]
+            self.part(number, last=number == parts - 1, lanes=held, **more)
 
     def act(self, rnd: random.Random, prompts: Sequence[Sequence[int]], groups: Sequence[Group] = (0, 1)) -> None:
         """Something that a bridge might write next."""

@@ -118,7 +118,9 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     ``unplaced`` holds (lane, medium code, count) of hashes that are resident and have no key; ``opaque`` those of them
     that cannot be asked for by hash either, ``veiled`` those that are no part of a prompt without adapter, salt and
     media; a hash may be both. ``silent`` names lower tiers that never announced a removal in this life: (lane, medium
-    code, ms in log time since their last store, as of this unit's last record).
+    code, ms in log time since their last store, as of this unit's last record). ``unproven_ms`` is the log time between
+    the last record that says that the picture is complete and this unit's last record: where the latter only says that
+    the engine lives, the rank is not gone, but its picture is that much older.
     """
 
     owner: int
@@ -130,6 +132,7 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     opaque: tuple[tuple[int, int, int], ...] = ()
     silent: tuple[tuple[int, int, int], ...] = ()
     veiled: tuple[tuple[int, int, int], ...] = ()
+    unproven_ms: int = 0
 
 
 class RankUnit(msgspec.Struct, frozen=True):

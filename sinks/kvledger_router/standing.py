@@ -6,7 +6,8 @@ Everything that holds for a rank is noted; the first status of this order that h
     ------     -----------                                                              -------------
     unknown    closed, unloaded, no moving part, gone, never seen, no opinion           0
     stale      suspended; its partition is behind its target, or no worker stands at    of the past: may be over
-               the log's end; not heard of within ``fresh_seconds_max``
+               the log's end; not heard of within ``fresh_seconds_max``, or only that its
+               engine lives
     uncertain  the bridge says why; clients may ask for full reports; a group has no    may be over; 0 where the rule
                rule; GPU blocks outside the groups; it moved while it was read          cannot be applied
     at_least   the life began before we listened (partial); unplaced hashes that could  never over
@@ -69,7 +70,7 @@ def standing(
     if card.closed:
         yield Note("unknown", "closed: drained, deregistered or replaced")
     elif not card.loaded:
-        yield Note("unknown", "unloaded: waits for its next life")
+        yield Note("unknown", "unloaded: waits for its next life or checkpoint")
     if pulse is None:
         yield Note("unknown", "nothing was heard of it")
         return
@@ -97,8 +98,12 @@ def _liveness(pulse: Pulse, partition: PartitionView | None, time_ms: int, limit
         yield Note("stale", f"no worker stood at the log's end {since}")
     elif (partition.alive_ms - pulse.heard_ms) / 1000 > limits.lease_seconds:
         yield Note("unknown", f"gone: silent for {age:.1f} s, more than the lease of {limits.lease_seconds:g} s")
+    proven = age + pulse.now.unproven_ms / 1000
     if age > limits.fresh_seconds_max:
         yield Note("stale", f"last heard of {age:.1f} s ago, more than {limits.fresh_seconds_max:g} s")
+    elif proven > limits.fresh_seconds_max:
+        since = f"last known to be complete {proven:.1f} s ago"
+        yield Note("stale", f"its engine lives, but its picture was {since}, more than {limits.fresh_seconds_max:g} s")
 
 
 def age_seconds(pulse: Pulse, time_ms: int) -> float:

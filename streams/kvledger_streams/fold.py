@@ -19,11 +19,11 @@ import msgspec
 from kvledger_index.model import GROUP_MAX
 from kvledger_index.units import STEP_OPS_MAX, UNIT_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
 from kvledger_streams.errors import UnreadableState
-from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, size_of, stamp_of, watch
-from kvledger_wire.accept import Dropped, Effect, Opening, RankState, accept, unload
+from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, proves, size_of, stamp_of, watch
+from kvledger_wire.accept import Dropped, Effect, Loading, Opening, RankState, accept, unload
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import parse_key, partition_of
-from kvledger_wire.records import EventRecord, Events, decode_event
+from kvledger_wire.records import Checkpoint, EventRecord, Events, decode_event
 
 OPS_PER_STEP_MAX = STEP_OPS_MAX
 """A step is cut before the record that would exceed this; a single unit above it makes a step of its own."""
@@ -44,7 +44,7 @@ LogRecord = tuple[int, int, bytes | None, bytes | None]
 """(offset, log time in ms, key, value)."""
 
 
-NoteKind = Literal["opened", "unloaded", "unreadable_value", "unreadable_key", "misplaced", "forgotten"]
+NoteKind = Literal["opened", "loaded", "unloaded", "unreadable_value", "unreadable_key", "misplaced", "forgotten"]
 
 
 class Note(NamedTuple):
@@ -63,6 +63,7 @@ class Tally(msgspec.Struct):
     units: int = 0
     ops: int = 0
     opened: int = 0
+    loaded: int = 0
     unloaded: int = 0
     unreadable_values: int = 0
     unreadable_keys: int = 0
@@ -82,7 +83,8 @@ class PartitionState(msgspec.Struct):
     ``restart`` is what the index has stored as such, ``read`` the next offset to read, ``broker_ms`` the newest log
     time known. ``tails`` names the ranks with an unfinished unit and where it began. ``partitions`` is the topic's
     count, ``cards`` what the catalogue was last given, ``tiers`` what lower tiers did. ``heard`` is the log time of
-    each rank's last unit, ``forgotten`` names those that left the catalogue and were not heard of since.
+    each rank's last unit, ``proven`` that of its last record that ``ops.proves`` its picture, ``forgotten`` names those
+    that left the catalogue and were not heard of since.
     """
 
     partition: int
@@ -96,6 +98,7 @@ class PartitionState(msgspec.Struct):
     tails: dict[str, int]
     tiers: dict[str, Tiers]
     heard: dict[str, int]
+    proven: dict[str, int]
     forgotten: set[str]
 
 
@@ -107,6 +110,7 @@ class _Blob(msgspec.Struct, frozen=True, array_like=True):
     tiers: tuple[tuple[int, int, int, bool], ...] = ()
     heard_ms: int = -1
     forgotten: bool = False
+    proven_ms: int = -1
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -127,6 +131,7 @@ def resume(
     cards: dict[str, Card | None] = {}
     tiers: dict[str, Tiers] = {}
     heard: dict[str, int] = {}
+    proven: dict[str, int] = {}
     forgotten: set[str] = set()
     for rank, (stamp, blob) in stored.items():
         try:
@@ -141,6 +146,8 @@ def resume(
         tiers[rank] = {(lane, medium): (last, removes) for lane, medium, last, removes in kept.tiers}
         # older builds did not keep the time: silence counts from now on
         heard[rank] = kept.heard_ms if kept.heard_ms >= 0 else broker_ms
+        # nor did they tell a sign of life from a proof: there was none
+        proven[rank] = kept.proven_ms if kept.proven_ms >= 0 else heard[rank]
         if kept.forgotten:
             forgotten.add(rank)
         known = kept.version == STATE_VERSION and not kept.forgotten
@@ -157,6 +164,7 @@ def resume(
         tails={},
         tiers=tiers,
         heard=heard,
+        proven=proven,
         forgotten=forgotten,
     )
 
@@ -199,8 +207,8 @@ def forget(state: PartitionState, seconds: float, *, nonce: Callable[[], bytes],
 
     To be asked for at the log's end only, where nothing of them is still to be read. Time is the log's: the newest
     record of the partition less the rank's last unit, so a silent partition forgets nobody. Owner, life and n stay, so
-    records of a fenced owner stay fenced; the rank is unloaded and comes back with its next Opened. At most
-    RANKS_PER_STEP_MAX ranks at once. O(ranks).
+    records of a fenced owner stay fenced; the rank is unloaded and comes back with its next Opened or checkpoint.
+    At most RANKS_PER_STEP_MAX ranks at once. O(ranks).
     """
     since = state.broker_ms - int(seconds * 1000)
     due = [
@@ -246,7 +254,7 @@ def _farewell(state: PartitionState, rank: str, tally: Tally) -> RankUnit:
         before=stamp,
         after=stamp,
         ops=(Drop(),),
-        now=now_of(kept, {}, heard_ms),
+        now=now_of(kept, {}, heard_ms, heard_ms),
         state=_encoder.encode(_Blob(STATE_VERSION, kept, (), heard_ms, forgotten=True)),
         card=None,
         broker_ms=heard_ms,
@@ -308,7 +316,7 @@ class _Cut:
 
     def crowded(self, home: _Home, record: EventRecord | None) -> bool:
         """Whether this record would carry a step that holds something beyond its limit."""
-        if not self._making or not isinstance(record, Events) or not record.end:
+        if not self._making or not (isinstance(record, Checkpoint) or (isinstance(record, Events) and record.end)):
             return False
         rank = self._state.ranks.get(home.rank)
         size = size_of(record) + sum(size_of(each) for _, each in (rank.tail if rank else ()))
@@ -321,7 +329,7 @@ class _Cut:
             if record is None:
                 return  # nothing is known of that rank, so nothing is lost
             rank = self._state.ranks[home.rank] = RankState()
-        before = stamp_of(rank)
+        before, was_loaded = stamp_of(rank), rank.loaded
         effects, ops = self._effects(rank, home, record, offset)
         if rank.tail:
             self._state.tails[home.rank] = rank.tail_from
@@ -333,9 +341,16 @@ class _Cut:
         if making is None:
             making = self._making[home.rank] = _Making(before)
         making.broker_ms = broker_ms
+        if proves(record):
+            self._state.proven[home.rank] = broker_ms
         self._add(making, ops)
-        watch(self._state.tiers.setdefault(home.rank, {}), effects, broker_ms)
-        self._observe(home.rank, offset, effects)
+        restated = isinstance(record, Checkpoint)
+        watch(self._state.tiers.setdefault(home.rank, {}), effects, broker_ms, restated=restated)
+        self._observe(home.rank, offset, effects, was_loaded=was_loaded)
+        begun = any(isinstance(effect, Loading) for effect in effects)
+        if isinstance(record, Checkpoint) and rank.loaded and (begun or not was_loaded):
+            self._tally.loaded += 1
+            self._tally.note("loaded", home.rank, offset, f"a checkpoint of {record.part + 1} parts")
 
     def step(self, *, at_end: bool) -> Step:
         """Close what was gathered."""
@@ -384,11 +399,14 @@ class _Cut:
             making.ops.append(op)
             self._ops += 1
 
-    def _observe(self, rank: str, offset: int, effects: list[Effect]) -> None:
+    def _observe(self, rank: str, offset: int, effects: list[Effect], *, was_loaded: bool) -> None:
         for effect in effects:
             if isinstance(effect, Opening):
                 self._tally.opened += 1
                 self._tally.note("opened", rank, offset, effect.record.why)
+            elif isinstance(effect, Loading) and was_loaded:
+                self._tally.unloaded += 1
+                self._tally.note("unloaded", rank, offset, "a hole before a checkpoint, which is loaded")
             elif isinstance(effect, Dropped):
                 self._tally.unloaded += 1
                 self._tally.note("unloaded", rank, offset, effect.why)
@@ -401,6 +419,8 @@ class _Cut:
         kept = msgspec.structs.replace(state, tail=(), tail_from=-1) if state.tail else state
         tiers = self._state.tiers.get(rank, {})
         told = tuple((*tier, *known) for tier, known in tiers.items())
+        # of a rank that was loaded from a checkpoint nothing may have been proven yet
+        proven_ms = self._state.proven.setdefault(rank, 0)
         self._state.heard[rank] = making.broker_ms
         self._state.forgotten.discard(rank)
         return RankUnit(
@@ -409,8 +429,8 @@ class _Cut:
             before=making.before,
             after=stamp_of(state),
             ops=tuple(making.ops),
-            now=now_of(state, tiers, making.broker_ms),
-            state=_encoder.encode(_Blob(STATE_VERSION, kept, told, making.broker_ms)),
+            now=now_of(state, tiers, making.broker_ms, proven_ms),
+            state=_encoder.encode(_Blob(STATE_VERSION, kept, told, making.broker_ms, proven_ms=proven_ms)),
             card=card if changed else None,
             broker_ms=making.broker_ms,
         )

@@ -12,12 +12,31 @@ from kvledger_index.model import MEDIA, GroupSpec, lane_code
 from kvledger_index.units import Bind, Card, Clear, Drop, Now, Op, Put, Stamp
 from kvledger_wire.accept import GPU, Applied, Dropped, Effect, Loading, Opening, RankState
 from kvledger_wire.errors import Poison
-from kvledger_wire.records import ATTACHED, CLEARED, REMOVED, STORED, Change, Events, Lived, Run
+from kvledger_wire.records import (
+    ATTACHED,
+    CLEARED,
+    REMOVED,
+    STORED,
+    Change,
+    Checkpoint,
+    EventRecord,
+    Events,
+    Heartbeat,
+    Lived,
+    Opened,
+    Resumed,
+    Run,
+)
 
 MIXED_GROUPS = "GPU events with and without a group number"
 
 Tiers = dict[tuple[int, int], tuple[int, bool]]
 """(lane, code of a lower medium) -> (log time in ms of its last store, whether it ever announced a removal)."""
+
+STORED_AT_UNKNOWN = 0
+"""In place of the former where a checkpoint told of the tier: it does not say when the tier last stored, so the tier
+does not count before it stores again, or removes (ADR 8). Too little in lower tiers is never wrong, too much would be.
+"""
 
 _KEYS = tuple(Struct(f">{count}Q") for count in range(SEGMENT_STRIDES + 1))
 _KEY = _KEYS[1]
@@ -89,8 +108,8 @@ def _lay(group: int | None, entry: GroupSpec | None, wire: GroupSpec | None) -> 
     )
 
 
-def now_of(state: RankState, tiers: Tiers, broker_ms: int) -> Now:
-    """What moves with every unit; ``broker_ms`` is the log time of its last record."""
+def now_of(state: RankState, tiers: Tiers, broker_ms: int, proven_ms: int) -> Now:
+    """What moves with every unit: log times of its last record, and of the last one that ``proves``."""
     return Now(
         *stamp_of(state),
         seq=state.seq,
@@ -98,11 +117,23 @@ def now_of(state: RankState, tiers: Tiers, broker_ms: int) -> Now:
         opaque=_lanes(state.opaque),
         veiled=_lanes(state.veiled),
         silent=tuple((*tier, max(0, broker_ms - last)) for tier, (last, removes) in tiers.items() if not removes),
+        unproven_ms=max(0, broker_ms - proven_ms),
     )
 
 
-def watch(tiers: Tiers, effects: list[Effect], broker_ms: int) -> None:
-    """Lower tiers that never announce a removal would be claimed for ever: keep when each last stored (ADR 5)."""
+def proves(record: EventRecord | None) -> bool:
+    """Whether a record says that nothing was missing from the rank's picture at its time. A checkpoint restates the
+    picture, and a heartbeat may only say that the engine lives.
+    """
+    return isinstance(record, Opened | Events | Resumed) or (isinstance(record, Heartbeat) and not record.alive)
+
+
+def watch(tiers: Tiers, effects: list[Effect], broker_ms: int, *, restated: bool = False) -> None:
+    """Lower tiers that never announce a removal would be claimed for ever: keep when each last stored (ADR 5).
+
+    ``restated``: the effects are those of a checkpoint.
+    """
+    stored_ms = STORED_AT_UNKNOWN if restated else broker_ms
     for effect in effects:
         if not isinstance(effect, Applied):
             tiers.clear()
@@ -113,8 +144,8 @@ def watch(tiers: Tiers, effects: list[Effect], broker_ms: int) -> None:
                     del tiers[tier]
             elif change.medium != GPU and change.origin != ATTACHED:  # attached: no copy came or went
                 tier = (lane_code(effect.group), change.medium)
-                last, removes = tiers.get(tier, (broker_ms, False))
-                tiers[tier] = (broker_ms, removes) if change.op == STORED else (last, True)
+                last, removes = tiers.get(tier, (stored_ms, False))
+                tiers[tier] = (stored_ms, removes) if change.op == STORED else (last, True)
 
 
 def _lanes(counts: tuple[tuple[int | None, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
@@ -137,9 +168,13 @@ def ops_of(effect: Effect) -> list[Op]:
 
 def size_of(record: Lived) -> int:
     """Ops that a record may become, at most."""
-    if not isinstance(record, Events):
-        return 1
-    return sum(map(_size_of_change, record.changes))
+    match record:
+        case Events():
+            return sum(map(_size_of_change, record.changes))
+        case Checkpoint():
+            return 1 + sum(_size_of_change(held.change) for held in record.lanes)
+        case _:
+            return 1
 
 
 def _size_of_change(change: Change) -> int:

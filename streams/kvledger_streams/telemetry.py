@@ -10,6 +10,7 @@ Logs are JSON lines on stdout. Tests and operators look for ``event``; texts may
     partition_blocked      error    look at ``why``: nothing is lost, but the partition's ranks go stale meanwhile
     partition_resynced     warning  nothing once; often: two workers or a Redis that loses writes
     rank_opened            info     nothing
+    rank_loaded            info     nothing: it was taken from a checkpoint, not from its life's beginning
     rank_unloaded          warning  look at the bridge of that rank: the log has a hole there
     rank_forgotten         info     nothing: it was closed, or silent for long, and left the catalogue
     record_unreadable      warning  a writer of another version, or junk: the key's rank is unloaded
@@ -49,6 +50,7 @@ Code = Literal[
     "partition_blocked",
     "partition_resynced",
     "rank_opened",
+    "rank_loaded",
     "rank_unloaded",
     "rank_forgotten",
     "record_unreadable",
@@ -75,6 +77,7 @@ REPEATS_KNOWN_MAX: Final = 1_000
 
 _NOTE_CODES: Final[dict[str, tuple[Code, Level]]] = {
     "opened": ("rank_opened", "info"),
+    "loaded": ("rank_loaded", "info"),
     "unloaded": ("rank_unloaded", "warning"),
     "forgotten": ("rank_forgotten", "info"),
     "unreadable_value": ("record_unreadable", "warning"),

@@ -148,6 +148,11 @@ class Fleet:
         ops = [Drop()] if changes.get("loaded") is False else []
         await self._apply(name, *ops, card=self._cards[name])
 
+    async def load(self, name: str) -> None:
+        """A checkpoint's first part: new slots, and not loaded before its last."""
+        self._cards[name] = msgspec.structs.replace(self._cards[name], loaded=False)
+        await self._apply(name, Bind(), card=self._cards[name])
+
     async def clear(self, name: str, medium: Medium = "gpu") -> None:
         await self._apply(name, Clear(medium))
 
@@ -164,11 +169,13 @@ class Fleet:
         unplaced: tuple[tuple[int, int, int], ...] = (),
         opaque: tuple[tuple[int, int, int], ...] = (),
         silent: tuple[tuple[int, int, int], ...] = (),
+        unproven_ms: int = 0,
         at_end: bool = True,
     ) -> None:
         before = self._stamps.get(name, NEVER)
         after = Stamp(7, 7, 1, before.n + 1)
-        now = Now(*after, seq=after.n if seq is None else seq, unplaced=unplaced, opaque=opaque, silent=silent)
+        counts: dict[str, Any] = {"unplaced": unplaced, "opaque": opaque, "silent": silent}
+        now = Now(*after, seq=after.n if seq is None else seq, unproven_ms=unproven_ms, **counts)
         self.log_ms += 1
         unit = RankUnit(
             rank=name,

@@ -255,6 +255,32 @@ async def test_a_silent_rank_is_stale_then_gone(world: World) -> None:
     assert seen == [("exact", 160), ("stale", 160), ("stale", 160), ("unknown", 0)]
 
 
+async def test_a_rank_of_which_only_the_engine_is_seen_is_stale_and_not_gone(world: World) -> None:
+    """Its process lives and nothing says that no batch was lost: however long, until something is proven again."""
+    await world.fleet.open("pod-a/0")
+    await world.fleet.store("pod-a/0", PROMPT)
+    seen: list[tuple[Status, int]] = []
+    for unproven_ms in (3_000, 3_100, 60_000, 0):
+        await world.fleet.beat("pod-a/0", unproven_ms=unproven_ms)
+        holder = only(await world.index.match(PROMPT))
+        seen.append((holder.status, holder.hit_tokens))
+        if unproven_ms == 60_000:
+            assert "its engine lives" in holder.reason
+
+    assert seen == [("exact", 160), ("stale", 160), ("stale", 160), ("exact", 160)]
+
+
+async def test_a_rank_that_is_being_loaded_is_unknown(world: World) -> None:
+    """It has slots and some of its blocks stand in them; none of that is an answer."""
+    await world.fleet.open("pod-a/0")
+    await world.fleet.store("pod-a/0", PROMPT)
+    await world.fleet.load("pod-a/0")
+    await world.fleet.store("pod-a/0", PROMPT, [0, 1])
+    holder = only(await world.index.match(PROMPT))
+
+    assert (holder.status, holder.hit_tokens) == ("unknown", 0)
+
+
 async def test_while_nobody_reads_the_partition_everything_is_stale_and_nothing_is_gone(world: World) -> None:
     await world.fleet.open("pod-a/0")
     await world.fleet.store("pod-a/0", PROMPT)

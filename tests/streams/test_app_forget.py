@@ -146,6 +146,22 @@ async def test_what_goes_on_in_a_forgotten_life_is_not_believed() -> None:
     assert {claim[0] for claim in await claims(index)} == {other.id}
 
 
+async def test_a_checkpoint_of_a_forgotten_life_brings_the_rank_back() -> None:
+    kafka, index = Kafka(1), MemoryIndex()
+    slept, other = rank(kafka, "slept"), rank(kafka, "other")
+    process = worker(kafka, index)
+    await idle(process)
+    for _ in range(30):
+        other.beat()
+    await idle(process)
+    assert await ranks(index) == {other.id}
+    slept.checkpoint(2)
+    await idle(process)
+
+    assert await ranks(index) == {slept.id, other.id}
+    assert {claim[1:] for claim in await claims(index) if claim[0] == slept.id} == slept.held
+
+
 async def test_the_next_worker_knows_who_was_forgotten() -> None:
     kafka, index = Kafka(1), MemoryIndex()
     gone, other = rank(kafka, "gone"), rank(kafka, "other")

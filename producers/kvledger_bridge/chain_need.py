@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import gcd
 
 from kvledger_bridge.decode import BlockStored
-from kvledger_index.model import FULL_KINDS, ModelEntry
+from kvledger_index.model import FULL_KINDS, GroupSpec, ModelEntry
 
 
 class Need:
@@ -40,6 +40,16 @@ class Need:
         if self._kinds.get(group) is None:
             self._kinds[group] = event.kv_cache_spec_kind
         return self._settle()
+
+    def learn(self, spec: GroupSpec) -> None:
+        """Learn what the log says of a group, before anything is heard of it."""
+        if spec.block_size is None:
+            return
+        self._heard[spec.group] = spec.block_size
+        self._sizes[spec.group] = max(spec.block_size, self._sizes.get(spec.group, 0))
+        if self._kinds.get(spec.group) is None:
+            self._kinds[spec.group] = spec.kind
+        self._settle()
 
     def force(self) -> bool:
         """A masked hash was met that nothing names; whether that is news."""

@@ -6,6 +6,7 @@ digests of a span whose start it knows, and names them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import unpack
 
 from kvledger_bridge.chain import NOTHING, Told, Walk, walk
@@ -14,7 +15,7 @@ from kvledger_bridge.decode import BlockStored
 from kvledger_bridge.identity import Listing, listing
 from kvledger_bridge.scheme import DIGEST_BYTES, Finder
 from kvledger_index.enginehash import Namespace, Scheme
-from kvledger_index.model import ModelEntry
+from kvledger_index.model import GroupSpec, ModelEntry
 
 
 class Chained:
@@ -48,6 +49,20 @@ class Chains:
         """Whether the wire has whole hashes: a child then brings its parent's digest itself."""
         self._stride = stride
         self._paths = dict(entry.hash_scheme.paths) if entry.hash_scheme is not None else {}
+
+    def learn(self, groups: Sequence[GroupSpec], scheme: Scheme | None, *, digests: bool) -> None:
+        """Begin with what the log says. ``digests``: it has some, so chains were needed.
+
+        Media may have been met, as the log does not say. Of a scheme that was not found out yet the search begins anew.
+        """
+        for spec in groups:
+            self.need.learn(spec)
+        if digests:
+            self.need.force()
+        if scheme is not None:
+            self.finder.learn(scheme)
+            self.need.block = self.finder.block
+        self.media = True
 
     def hear(self, event: BlockStored) -> None:
         """Learn the group's size and kind from a GPU store before any event of its batch is placed."""

@@ -183,6 +183,30 @@ class Ledger:
         """Groups that stored anything, in the order in which they were heard."""
         return tuple(dict.fromkeys(group for group, _ in self._lanes))
 
+    # -- snapshot and recall --------------------------------------------------------------------------------------
+
+    @property
+    def ts(self) -> float:
+        """The engine's clock in the last batch."""
+        return self._ts
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All lanes, in the order in which they were heard; what changes them changes the ledger."""
+        return list(self._lanes.values())
+
+    def recall_lane(self, group: int | None, code: int) -> Lane:
+        """A lane as the log tells of it: empty at first, and no reason for doubt."""
+        lane = self._lanes.get((group, code))
+        if lane is None:
+            lane = self._lanes[group, code] = Lane(group, code)
+        return lane
+
+    def recall_facts(self, specs: Sequence[GroupSpec], reasons: Sequence[str]) -> None:
+        """What was learnt of the groups, and every reason for doubt that was given, as the log tells it."""
+        self._specs.update((spec.group, spec) for spec in specs)
+        self._reasons.update(reasons)
+
     # -- events ---------------------------------------------------------------------------------------------------
 
     def _stored(self, event: BlockStored, span: Span | None, origin: int, *, by_hash: bool) -> None:

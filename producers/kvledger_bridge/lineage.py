@@ -117,6 +117,19 @@ class Move(NamedTuple):
     now: Block | None
 
 
+class Names(NamedTuple):
+    """The tables of a lineage, for whoever writes or reads them as a whole (``snapshot``, ``recall``): names that GPU
+    events gave, names that other tiers gave, further names of a block, hashes that are placed no more, and blocks that
+    are not resident, the longest unused first.
+    """
+
+    strong: dict[int, Block]
+    weak: dict[int, Block]
+    others: dict[Block, list[int]]
+    ambiguous: dict[int, None]
+    idle: OrderedDict[Block, None]
+
+
 class Lineage:
     """The names of one rank in one life. Not thread-safe; every method is O(1) per block."""
 
@@ -159,6 +172,43 @@ class Lineage:
     def is_ambiguous(self, name: int) -> bool:
         """Whether a hash was seen under two keys."""
         return name in self._ambiguous
+
+    @property
+    def names(self) -> Names:
+        """The tables themselves; what changes them changes the lineage."""
+        return Names(self._strong, self._weak, self._others, self._ambiguous, self._idle)
+
+    def learn(self, name: int, made: Block, *, gpu: bool) -> Block:
+        """Take a name as the log tells it, which is right whatever was believed; returns its block.
+
+        Only for a lineage that is recalled: nothing is announced by ``moves``.
+        """
+        self._ambiguous.pop(name, None)
+        strong, weak = self._strong.get(name), self._weak.get(name)
+        if strong is not None and strong.key == made.key:
+            return strong
+        if weak is not None and weak.key == made.key:
+            if gpu:
+                self._strong[name] = self._weak.pop(name)
+            return weak
+        self.unlearn(name)
+        block = self._keys.get(made.key)
+        if block is None:
+            block = self._keys[made.key] = made
+            made.hash = name
+            if not made.refs:
+                self._idle[made] = None
+        else:
+            self._others.setdefault(block, []).append(name)
+        (self._strong if gpu else self._weak)[name] = block
+        return block
+
+    def unlearn(self, name: int) -> None:
+        """Whatever ``name`` was believed to mean, it does not; only for a lineage that is recalled."""
+        for names in (self._strong, self._weak):
+            was = names.pop(name, None)
+            if was is not None:
+                self._unname(name, was)
 
     def place(self, events: Sequence[Event]) -> list[Span | None]:
         """Name whatever the dense events of a batch name, in whatever order their parents come.

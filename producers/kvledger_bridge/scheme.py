@@ -71,6 +71,13 @@ class Finder:
         spent = self._events <= 0 or self._blocks <= 0
         return self._refuted or (self.given is not None and spent and not self.confirmed)
 
+    def learn(self, told: Scheme) -> None:
+        """Take what the log says of this engine: it was confirmed, and rooted, or it would not be there."""
+        self.scheme = msgspec.structs.replace(told, block=self.given.block if self.given is not None else None)
+        self.rooted = self.confirmed = True
+        self.block = told.block or 0
+        self._told = told
+
     def restart(self) -> None:
         """What was tried in vain was tried in steps of the wrong size."""
         self._blocks, self._events = SEARCH_BLOCKS_MAX, SEARCH_EVENTS_MAX

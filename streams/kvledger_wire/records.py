@@ -156,9 +156,11 @@ class Checkpoint(Lived, frozen=True, array_like=True, tag="checkpoint"):
 
     The parts of a checkpoint are consecutive records of the rank, each a unit of its own; ``last`` closes it. Each
     restates what Opened says and what was learnt since. ``unplaced``, ``opaque`` and ``veiled`` are (group, medium
-    code, count) for the whole rank. ``lanes`` of all parts together are all that is resident; ``parents`` are blocks
-    that are not resident and whose names are kept for their children (effective 0). ``ambiguous`` holds hashes
-    (8 bytes each) that stood for two prefixes and are placed no more.
+    code, count) for the whole rank. ``lanes`` of all parts together are all that is resident. ``parents`` are names
+    that GPU events gave and that no GPU lane tells: of blocks that are not resident and are kept for their children,
+    the newest first, of blocks in lower tiers only, and further names of a block (all effective 0). ``weak`` are those
+    that other tiers gave and no lane tells. ``ambiguous`` holds hashes (8 bytes each) that stood for two prefixes and
+    are placed no more. Readers of residency need ``lanes`` only; the rest is for a bridge that restores the rank.
 
     A reader that is loaded keeps what it has, so whatever a part restates must have been said by records before it;
     only counts of ``opaque`` may be higher, of ``veiled`` lower, than those last said. ``life`` is the one that goes
@@ -186,6 +188,7 @@ class Checkpoint(Lived, frozen=True, array_like=True, tag="checkpoint"):
     lanes: tuple[Held, ...] = ()
     parents: tuple[Run, ...] = ()
     ambiguous: bytes = b""
+    weak: tuple[Run, ...] = ()
 
 
 class Suspended(Lived, frozen=True, array_like=True, tag="suspended"):

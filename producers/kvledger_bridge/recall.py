@@ -165,13 +165,8 @@ class Recall:
             if change.op == STORED:
                 self._doubt(lane, name)
                 self._loosen(lane, name, 1)
-            elif not self._counted or lane.unplaced.get(name) == 1:
-                self._tighten(lane, name)
-            elif name in lane.unplaced:
-                lane.unplaced[name] -= 1
             else:
-                msg = "a hash without a key was removed that was not there"
-                raise _Contradiction(msg)
+                self._remove_unplaced(lane, name)
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -237,6 +232,13 @@ class Recall:
         else:
             del lane.copies[block]
             self._release(block)
+
+    def _remove_unplaced(self, lane: Lane, name: int) -> None:
+        have = lane.unplaced.get(name, 0)
+        if self._counted and have > 1:
+            lane.unplaced[name] = have - 1
+        else:
+            self._tighten(lane, name)
 
     def _retract(self, lane: Lane, name: int, block: Block) -> None:
         """A hash lost its key: seen under two, or a weak name gave way to a strong one, which tells by itself."""

@@ -99,10 +99,8 @@ def _held(
 def _name_of(block: Block, names: Names, *, gpu: bool) -> int:
     """The name by which a lane may know a block: GPU lanes a strong one, others a weak one where it has one."""
     table = names.strong if gpu else names.weak
-    for name in (block.hash, *names.others.get(block, ())):
-        if table.get(name) is block:
-            return name
-    return block.hash
+    every: list[int] = [block.hash, *names.others.get(block, ())]
+    return next((name for name in every if table.get(name) is block), block.hash)
 
 
 def _strong(names: Names, told: set[int]) -> Iterator[tuple[int, Block]]:

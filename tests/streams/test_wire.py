@@ -140,6 +140,7 @@ def test_every_record_kind_is_under_test() -> None:
                 [[0, CHANGE_FIELDS, b"\0\2" * 3, b"", b"\1"]],
                 [RUN_FIELDS],
                 b"a" * 8,
+                [],
             ],
         ),
         (REPLICA_RECORDS[2], ["pointer", 0, 5, 40, -1]),

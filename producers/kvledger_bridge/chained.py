@@ -32,6 +32,20 @@ class Chained:
         self.wire = raw if raw and len(raw) == len(event.block_hashes) else None
         self.bare_possible = event.group_idx is None  # group numbers came after media with offsets
 
+    @property
+    def digests(self) -> tuple[bytes, ...] | None:
+        """One per hash block, where the wire has them all and nothing need be computed."""
+        return self.wire if self.told.dense and self.told.per == 1 else None
+
+    def is_plain(self, *, parent: bool | None) -> bool | None:
+        """Whether the digests of this event are computed without extra keys from token 0 on, its parent's being so
+        (True) or not (False); None: neither is proven.
+        """
+        told = self.told
+        if told.namespace.lora is not None or told.namespace.salt is not None or (not self.root and parent is False):
+            return False
+        return True if told.media is None and self.digests is None and (self.root or parent) else None
+
 
 class Chains:
     """What is known of one rank's hashing. ``walks`` counts spans computed, ``misses`` those of which a hash was not
@@ -133,8 +147,8 @@ class Chains:
         if not self.need.chains or scheme is None or chained.block != self.need.block:
             return NOTHING
         size = DIGEST_BYTES[scheme.algorithm]
-        if chained.wire and told.dense and told.per == 1:
-            return Walk([each[-size:] for each in chained.wire[: len(told.names)]], list(range(len(told.names))))
+        if chained.digests:
+            return Walk([each[-size:] for each in chained.digests[: len(told.names)]], list(range(len(told.names))))
         if chained.root:
             behind = scheme.none_hash if finder.rooted else None
         else:
@@ -145,6 +159,8 @@ class Chains:
         tokens = unpack(f"<{len(raw) // 4}I", raw)
         reached = self.media and not chained.root
         found = walk(scheme, behind, tokens, told, block=chained.block, start=start, reached=reached)
+        if chained.root and found.proven and finder.confirmed and chained.block == finder.block:
+            finder.seeded = True
         if -1 in found.places or len(found.places) < len(told.names):
             self.misses += 1
         return found

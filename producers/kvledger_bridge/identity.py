@@ -106,6 +106,28 @@ def opaque_from(event: BlockStored) -> int:
     return len(event.block_hashes)
 
 
+def extras_from(event: BlockStored) -> int:
+    """From which of its hashes on a GPU event lists an adapter, salt or media, told apart or not.
+
+    What follows a block of one prompt is bound to it, so later hashes need not list anything. Items of other kinds do
+    not count: prompt embeddings are no part of what a prompt is asked about by. ``len(block_hashes)`` where there is
+    none.
+    """
+    if event.lora_name or event.lora_id:
+        return 0
+    entries, count = event.extra_keys, len(event.block_hashes)
+    if entries is None or len(entries) != count:
+        return count
+    for i, entry in enumerate(entries):
+        for item in entry or ():
+            match item:
+                case str() | (str(), int()):
+                    return i
+                case _:
+                    pass
+    return count
+
+
 def _sort_out(entry: tuple[ExtraKey, ...], lora: str | None) -> tuple[list[str] | None, list[tuple[str, int]]]:
     """The bare strings of one entry without the adapter's name, and its pairs; None: something else is in there."""
     words: list[str] = []

@@ -33,13 +33,13 @@ class Counts:
 
 
 class Lane:
-    """Copies in one (group, medium): of blocks, and of hashes without one, some of them ``opaque``.
+    """Copies in one (group, medium): of blocks, and of hashes without one, some of them ``opaque`` or ``veiled``.
 
     ``reported``: sequence, last hash and first stride of tokens of the newest event from token 0 that brought nothing
     new; GPU lanes only, as connectors announce again whatever they like.
     """
 
-    __slots__ = ("code", "copies", "gpu", "group", "opaque", "reported", "unplaced")
+    __slots__ = ("code", "copies", "gpu", "group", "opaque", "reported", "unplaced", "veiled")
 
     def __init__(self, group: int | None, code: int) -> None:
         self.group = group
@@ -48,4 +48,5 @@ class Lane:
         self.copies: dict[Block, int] = {}
         self.unplaced: dict[int, int] = {}
         self.opaque: set[int] = set()
+        self.veiled: set[int] = set()
         self.reported: tuple[int, int, tuple[int, ...]] = (-1, 0, ())

@@ -20,6 +20,7 @@ from kvledger_bridge.identity import opaque_from as first_opaque
 from kvledger_bridge.lanes import Counts, Lane
 from kvledger_bridge.lineage import Block, Lineage, Move, Span
 from kvledger_bridge.runs import OpenChange, Part, lay_out
+from kvledger_bridge.veil import Veil
 from kvledger_index.enginehash import Scheme
 from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, ModelEntry, medium_of
 from kvledger_wire.partition import RANK_WIDE
@@ -53,7 +54,8 @@ class Piece(msgspec.Struct, frozen=True):
     ``spec`` is the group's facts, when they were first heard or changed; only GPU stores tell them.
     ``uncertain`` are reasons, new in this life, why answers about the rank may be over.
     ``scheme`` is how the engine hashes, when that was found out or more of it; it is about the rank.
-    ``opaque`` restates, per medium code, how many of ``unplaced`` no router can compute (ADR 4).
+    ``opaque`` restates, per medium code, how many of ``unplaced`` no router can compute, ``veiled`` how many are no
+    part of a prompt without adapter, salt and media (ADR 4).
     """
 
     group: int | str | None
@@ -63,6 +65,7 @@ class Piece(msgspec.Struct, frozen=True):
     uncertain: tuple[str, ...] = ()
     scheme: Scheme | None = None
     opaque: tuple[tuple[int, int], ...] = ()
+    veiled: tuple[tuple[int, int], ...] = ()
 
 
 class _Draft:
@@ -95,6 +98,7 @@ class Ledger:
         self.counts = Counts()
         self.lineage = Lineage(entry, parents_max=parents_max, orphans_max=orphans_max)
         self._entry = entry
+        self._veil = Veil(parents_max)
         self._counted = entry.copies == "counted"
         self._named_sizes = {spec.group: spec.block_size for spec in entry.groups if spec.block_size}
         self._lanes: dict[tuple[int | None, int], Lane] = {}
@@ -265,7 +269,8 @@ class Ledger:
         self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], change: OpenChange
     ) -> None:
         """Those of an event's hashes that are not part of a placed span: found by name, else unplaced."""
-        opaque_from: int | None = None
+        opaque_from = -1
+        loose: list[int] = []
         for place in places:
             name = names[place]
             block = self.lineage.find(name, gpu=lane.gpu)
@@ -281,13 +286,36 @@ class Ledger:
             elif self._counted:
                 lane.unplaced[name] = have + 1
             change.add_unplaced(name, effective=have is None)
-            if opaque_from is None:
+            if opaque_from < 0:
                 opaque_from = self._opaque_from(lane, event)
+            loose.append(place)
             if place >= opaque_from or self.lineage.is_ambiguous(name):
                 lane.opaque.add(name)
+        if not loose:
+            return
+        self._veil_of(lane, event, names, loose, opaque_from)
         masked = event.token_ids and len(names) * event.block_size != len(event.token_ids)
-        if opaque_from is not None and masked and lane.gpu:
+        if masked and lane.gpu:
             self.lineage.chains.force()
+
+    def _veil_of(
+        self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], opaque_from: int
+    ) -> None:
+        """Find out which of an event's hashes without a key are veiled, and mark them in every lane that has them."""
+        veil = self._veil
+        if lane.gpu:
+            behind = event.parent_block_hash
+            parent = None if behind is None else self.lineage.find(low64(behind), gpu=True)
+            finder = self.lineage.chains.finder
+            for place in veil.prove(event, names, places, opaque_from, parent=parent, finder=finder):
+                veil.add(names[place])
+        for place in places:
+            name = names[place]
+            if name in veil and name not in lane.veiled and not self.lineage.is_ambiguous(name):
+                for each in self._lanes.values():
+                    if name in each.unplaced:
+                        each.veiled.add(name)
+                        self._draft(each.group)  # whose counts are to be told
 
     def _opaque_from(self, lane: Lane, event: BlockStored) -> int:
         """From which of its hashes on no router can compute the event's (ADR 4)."""
@@ -371,6 +399,7 @@ class Ledger:
                 lane.copies.clear()
                 lane.unplaced.clear()
                 lane.opaque.clear()
+                lane.veiled.clear()
         changes = tuple(Change(CLEARED, code, self._seq, self._ts, origin=origin) for code in _CLEARS)
         scheme = self.lineage.chains.take_scheme()
         self._pieces.append(Piece(RANK_WIDE, changes, uncertain=self.take_uncertain(), scheme=scheme))
@@ -430,6 +459,7 @@ class Ledger:
         else:
             del lane.unplaced[name]
             lane.opaque.discard(name)
+            lane.veiled.discard(name)
             self.lineage.tighten(name)
 
     def _learn(self, event: BlockStored) -> None:
@@ -510,6 +540,7 @@ class Ledger:
                     self.take_uncertain(),
                     self.lineage.chains.take_scheme(),
                     tuple([(lane.code, len(lane.opaque)) for lane in lanes if lane.opaque]),
+                    tuple([(lane.code, len(lane.veiled)) for lane in lanes if lane.veiled]),
                 )
             )
 

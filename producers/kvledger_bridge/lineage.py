@@ -38,10 +38,11 @@ class Block:
 
     ``row`` is the first key of its segment, ``parent`` the stride key before it, ``end`` the strides from token 0 to
     its end. ``refs`` counts the lanes in which it is resident. ``hash`` is the first of its names, or NAMELESS.
-    ``digest`` is the engine's whole hash, where the rank's chains are recomputed and it is known.
+    ``digest`` is the engine's whole hash, where the rank's chains are recomputed and it is known; ``plain`` then says
+    whether it was computed without extra keys from token 0 on (None: neither is proven).
     """
 
-    __slots__ = ("digest", "end", "hash", "key", "parent", "refs", "row")
+    __slots__ = ("digest", "end", "hash", "key", "parent", "plain", "refs", "row")
 
     def __init__(self, name: int, key: int, row: int, parent: int, end: int) -> None:
         self.hash = name
@@ -51,6 +52,7 @@ class Block:
         self.end = end
         self.refs = 0
         self.digest: bytes | None = None
+        self.plain: bool | None = None
 
 
 class Span:
@@ -395,6 +397,7 @@ class Lineage:
             keys = span.keys
         step = chained.block // self.stride
         proven = walk.proven
+        plain = chained.is_plain(parent=None if parent is None else parent.plain)
         for i, each in enumerate(walk.digests[: len(keys) // step]):
             at = (i + 1) * step - 1
             name = low64(each)
@@ -409,7 +412,7 @@ class Lineage:
                 block = self._name(name, made, gpu=True)
             if block is not None:
                 if i < proven or block.digest is None:
-                    block.digest = each
+                    block.digest, block.plain = each, plain
                 span.links.append((name, block))
 
     def _contradicts(self, span: Span, keys: list[int]) -> bool:

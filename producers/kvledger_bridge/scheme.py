@@ -43,6 +43,8 @@ class Finder:
     def __init__(self, given: Scheme | None) -> None:
         self.scheme = given
         self.rooted = given is not None
+        self.seeded = False
+        """Whether the scheme reproduced a hash from token 0: its seed is then proven, not only named."""
         self.confirmed = False
         self.block = 0
         """The hash block size under which it was confirmed."""
@@ -148,6 +150,7 @@ class Finder:
         if self.given is not None and root and (base.algorithm, base.seed) != (self.given.algorithm, self.given.seed):
             self._refuted = True
         self.rooted = root or self.rooted
+        self.seeded = root or self.seeded
         self.confirmed = True
         self.scheme = msgspec.structs.replace(base, extras=form if form is not None else base.extras)
         self._blocks, self._events = SEARCH_BLOCKS_MAX, SEARCH_EVENTS_MAX

@@ -1,7 +1,8 @@
 """The second way: which ranks have to be asked by the engine's own hashes, and by which (ADR 5). Pure.
 
-A rank needs it while hashes are resident on it that have no block key and that a prompt's chain could equal. Ranks
-without such hashes cost nothing: their prompt's chain is not even computed.
+A rank needs it while hashes are resident on it that have no block key and that the prompt's chain could equal: not
+opaque ones, and for a plain prompt not veiled ones. Ranks without such hashes cost nothing: their prompt's chain is not
+even computed.
 """
 
 from __future__ import annotations
@@ -36,18 +37,28 @@ class Asked(NamedTuple):
 NOT_NEEDED = Asked(None)
 
 
-def needs(pulse: Pulse | None) -> bool:
-    """Whether anything is resident on a rank that has no block key and could be found by engine hash."""
+def needs(pulse: Pulse | None, *, plain: bool) -> bool:
+    """Whether anything of a prompt, ``plain`` or not, may be resident on a rank without a block key and could be found
+    by engine hash.
+
+    Hashes may be opaque and veiled at once, so that where both are in a lane it may say so of one that needs nothing.
+    """
     if pulse is None or not pulse.now.unplaced:
         return False
     opaque = {(lane, medium): count for lane, medium, count in pulse.now.opaque}
-    return any(count > opaque.get((lane, medium), 0) for lane, medium, count in pulse.now.unplaced)
+    veiled = {(lane, medium): count for lane, medium, count in pulse.now.veiled} if plain else {}
+    return any(
+        count > max(opaque.get((lane, medium), 0), veiled.get((lane, medium), 0))
+        for lane, medium, count in pulse.now.unplaced
+    )
 
 
-def needing(roster: Roster, stride: int, reading: Reading) -> frozenset[str]:
+def needing(roster: Roster, stride: int, reading: Reading, *, plain: bool) -> frozenset[str]:
     """Ranks of one stride that need it, by name; O(ranks)."""
     return frozenset(
-        seat.name for seat in roster.seats if seat.card.stride == stride and needs(reading.pulses.get(seat.name))
+        seat.name
+        for seat in roster.seats
+        if seat.card.stride == stride and needs(reading.pulses.get(seat.name), plain=plain)
     )
 
 
@@ -86,7 +97,7 @@ def ways_of(seat: Seat, prompt: Prompt) -> tuple[Way, ...]:
 
 def asked_of(seat: Seat, prompt: Prompt, pulse: Pulse | None, asked: Plan, *, switched_on: bool) -> Asked:
     """What came of it for one rank."""
-    if not needs(pulse):
+    if not needs(pulse, plain=prompt.plain):
         return NOT_NEEDED
     obstacle = obstacle_of(seat, prompt) if switched_on else SWITCHED_OFF
     if obstacle:
@@ -101,7 +112,8 @@ def add_found(found: dict[int, Held], reading: Reading, asked: Plan, roster: Ros
     """Add what was found by engine hash to what each seat holds; its own ways alone count for it."""
     seats: dict[Way, set[int]] = {way: set() for way in asked.spans}
     for number, seat in enumerate(roster.seats if seats else ()):
-        if seat.card.stride != asked.stride or not needs(reading.pulses.get(seat.name)) or obstacle_of(seat, prompt):
+        pulse = reading.pulses.get(seat.name)
+        if seat.card.stride != asked.stride or not needs(pulse, plain=prompt.plain) or obstacle_of(seat, prompt):
             continue
         for way in ways_of(seat, prompt):
             if way in seats:

@@ -80,8 +80,8 @@ class Index:
         self._hints = Hints()
         self._roster: Roster | None = None
         self._engine_hashes = engine_hashes
-        self._needing: dict[int, frozenset[str]] = {}
-        """By stride, the ranks that had to be asked by engine hash when last looked at."""
+        self._needing: dict[tuple[int, bool], frozenset[str]] = {}
+        """By stride and whether the prompt was plain: ranks that had to be asked by engine hash when last looked at."""
         self._late: set[asyncio.Task[_Answer | _NoOpinion]] = set()
 
     @classmethod
@@ -252,12 +252,13 @@ class Index:
         """One reading. What is asked by engine hash is what ranks needed when last looked at; if one needs more by now,
         all is read again.
         """
-        asked = plan(roster, stride, prompt, self._needing.get(stride, frozenset()))
+        kind = stride, prompt.plain
+        asked = plan(roster, stride, prompt, self._needing.get(kind, frozenset()))
         reading = await self._read_once(roster, prompt, asked)
         if not self._engine_hashes or reading.version != roster.version:
             return reading, asked
-        self._needing[stride] = needing(roster, stride, reading)
-        wanted = plan(roster, stride, prompt, self._needing[stride])
+        self._needing[kind] = needing(roster, stride, reading, plain=prompt.plain)
+        wanted = plan(roster, stride, prompt, self._needing[kind])
         if wanted.spans.keys() <= asked.spans.keys():
             return reading, asked
         self.counters.hash_rereads += 1
@@ -287,7 +288,7 @@ class Index:
             held = gather(reading.segments, answer.roster)
             add_found(held, reading, by_hash, answer.roster, prompt)
             bad = (Note("at_least", f"{reading.corrupt} stored values could not be read"),) if reading.corrupt else ()
-            question = Question(prompt.looked_up, reading.time_ms, self._limits, (*common, *bad))
+            question = Question(prompt.looked_up, reading.time_ms, self._limits, (*common, *bad), prompt.plain)
             for number, seat in enumerate(answer.roster.seats):
                 if seat.card.stride != stride or not _is_asked(seat, asked):
                     continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvledger_index.model import GROUP_NONE_LANE
@@ -20,12 +20,14 @@ class Question(NamedTuple):
     """What is the same for all ranks of one answer.
 
     ``tokens`` is the length that was looked up; ``notes`` hold for every rank (a cut prompt, an unsettled catalogue).
+    ``plain``: the prompt has neither adapter nor salt nor media.
     """
 
     tokens: int
     time_ms: int
     limits: Limits
     notes: tuple[Note, ...] = ()
+    plain: bool = False
 
 
 class Facts(NamedTuple):
@@ -51,13 +53,13 @@ class _Bounds(NamedTuple):
 
 def judge(seat: Seat, facts: Facts, question: Question) -> Holder:
     """The holder of one rank. O(strides / word size) per group."""
-    bounds = _bounds(seat, facts, question.tokens)
+    bounds = _bounds(seat, facts, question)
     return _holder(seat, facts, question, bounds, verdict(_notes(seat, facts, question, bounds)))
 
 
 def report(seat: Seat, facts: Facts, question: Question) -> RankReport:
     """The same with everything behind it, for people."""
-    bounds = _bounds(seat, facts, question.tokens)
+    bounds = _bounds(seat, facts, question)
     notes = sorted(_notes(seat, facts, question, bounds), key=lambda note: PRECEDENCE.index(note.status))
     endings: tuple[Ending, ...] = explain(seat.rule, question.tokens, _resident(seat, facts.held.gpu))
     return RankReport(
@@ -89,15 +91,15 @@ def _holder(seat: Seat, facts: Facts, question: Question, bounds: _Bounds, decid
     )
 
 
-def _bounds(seat: Seat, facts: Facts, tokens: int) -> _Bounds:
+def _bounds(seat: Seat, facts: Facts, question: Question) -> _Bounds:
     """More residency never shortens a hit, so what lies between absent and present is enclosed."""
     resident = _resident(seat, facts.held.gpu)
-    low = hit(seat.rule, tokens, resident)
-    loose = _loose(facts)
+    low = hit(seat.rule, question.tokens, resident)
+    loose = _loose(facts, plain=question.plain)
     spare = {group: loose[lane] for group, lane in seat.lanes if lane in loose}
     if not spare:
         return _Bounds(low, low)
-    return _Bounds(low, longest(seat.rule, tokens, resident, spare))
+    return _Bounds(low, longest(seat.rule, question.tokens, resident, spare))
 
 
 def _resident(seat: Seat, gpu: Mapping[int, int]) -> dict[int | None, int]:
@@ -106,21 +108,29 @@ def _resident(seat: Seat, gpu: Mapping[int, int]) -> dict[int | None, int]:
 
 def _unplaced(pulse: Pulse | None) -> dict[int, int]:
     """GPU hashes that are resident and have no key, by lane."""
-    return {lane: count for lane, medium, count in pulse.now.unplaced if medium == GPU and count} if pulse else {}
+    return _on_gpu(pulse.now.unplaced) if pulse else {}
 
 
-def _loose(facts: Facts) -> dict[int, int]:
-    """Those of the unplaced GPU hashes that may be any block of the prompt, by lane: all, or what cannot be asked for.
+def _on_gpu(counts: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+    return {lane: count for lane, medium, count in counts if medium == GPU and count}
 
-    Where the prompt's engine hashes were asked for, the others are found, or not this prompt's.
+
+def _loose(facts: Facts, *, plain: bool) -> dict[int, int]:
+    """How many of the unplaced GPU hashes may be any block of the prompt, by lane.
+
+    All of them; for a plain prompt not the veiled ones; where the prompt's engine hashes were asked for, none but those
+    that cannot be asked for, as the others are found, or not this prompt's. A hash may be opaque and veiled, so of the
+    two counts that then hold the smaller one does.
     """
-    if facts.asked.hashes is None:
-        return _unplaced(facts.pulse)
-    return (
-        {lane: count for lane, medium, count in facts.pulse.now.opaque if medium == GPU and count}
-        if facts.pulse
-        else {}
-    )
+    if facts.pulse is None:
+        return {}
+    now = facts.pulse.now
+    veiled = _on_gpu(now.veiled) if plain else {}
+    loose = {lane: count - veiled.get(lane, 0) for lane, count in _on_gpu(now.unplaced).items()}
+    if facts.asked.hashes is not None:
+        opaque = _on_gpu(now.opaque)
+        loose = {lane: min(count, opaque.get(lane, 0)) for lane, count in loose.items()}
+    return {lane: count for lane, count in loose.items() if count > 0}
 
 
 def _on_hashes(facts: Facts) -> str:
@@ -129,7 +139,7 @@ def _on_hashes(facts: Facts) -> str:
         return f"asked for by {facts.asked.hashes} engine hashes, beside the block keys"
     if facts.asked.obstacle:
         return f"not asked for by engine hash: {facts.asked.obstacle}"
-    return "not asked for by engine hash: nothing that could be found so is resident without a block key"
+    return "not asked for by engine hash: nothing of such a prompt that could be found so can be without a block key"
 
 
 def _notes(seat: Seat, facts: Facts, question: Question, bounds: _Bounds) -> list[Note]:
@@ -145,6 +155,6 @@ def _notes(seat: Seat, facts: Facts, question: Question, bounds: _Bounds) -> lis
     if bounds.low is None or bounds.high is None:
         notes.append(Note("uncertain", "; ".join(seat.rule.faults)))
     elif bounds.high != bounds.low:
-        count = sum(_loose(facts).values())
+        count = sum(_loose(facts, plain=question.plain).values())
         notes.append(Note("at_least", f"{count} unplaced hashes could lengthen this hit, to {bounds.high} at most"))
     return notes

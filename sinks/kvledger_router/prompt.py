@@ -81,7 +81,7 @@ class Prompt:
             return "it is not known how the engine hashes: name hash_scheme in the model entry"
         if self.looked_up // hash_block > CHAIN_BLOCKS_MAX:
             return f"the prompt has more than {CHAIN_BLOCKS_MAX} hash blocks of {hash_block} tokens"
-        return "" if self._plain else self._obstacle_of_extras(scheme)
+        return "" if self.plain else self._obstacle_of_extras(scheme)
 
     def _obstacle_of_extras(self, scheme: Scheme) -> str:
         if any(item.length is None for item in self._media):
@@ -95,7 +95,7 @@ class Prompt:
 
         Without a known form of extra keys, one per form of :data:`EXTRA_FORMS`, which is every release's so far.
         """
-        if self._plain:
+        if self.plain:
             return (Way(msgspec.structs.replace(scheme, extras=None, paths=(), block=None), hash_block, every),)
         if scheme.extras is not None:
             return (Way(msgspec.structs.replace(scheme, block=None), hash_block, every),)
@@ -128,7 +128,8 @@ class Prompt:
         return self._by_way[way]
 
     @property
-    def _plain(self) -> bool:
+    def plain(self) -> bool:
+        """Whether it has neither adapter nor salt nor media: no veiled hash is then part of it."""
         return self._lora is None and self._salt is None and not self._media
 
 

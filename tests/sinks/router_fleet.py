@@ -134,7 +134,7 @@ class Fleet:
         add: bool = True,
         **changes: Any,
     ) -> None:
-        """Store (or remove) engine hashes that have no block key; ``unplaced`` and ``opaque`` as in Now."""
+        """Store (or remove) engine hashes that have no block key; ``unplaced`` and the like as in Now."""
         ops = [Put(add, medium, lane_code(group), each, 0, 0, (each,), 1) for each in hashes]
         await self._apply(name, *ops, **changes)
 
@@ -168,13 +168,14 @@ class Fleet:
         seq: int | None = None,
         unplaced: tuple[tuple[int, int, int], ...] = (),
         opaque: tuple[tuple[int, int, int], ...] = (),
+        veiled: tuple[tuple[int, int, int], ...] = (),
         silent: tuple[tuple[int, int, int], ...] = (),
         unproven_ms: int = 0,
         at_end: bool = True,
     ) -> None:
         before = self._stamps.get(name, NEVER)
         after = Stamp(7, 7, 1, before.n + 1)
-        counts: dict[str, Any] = {"unplaced": unplaced, "opaque": opaque, "silent": silent}
+        counts: dict[str, Any] = {"unplaced": unplaced, "opaque": opaque, "silent": silent, "veiled": veiled}
         now = Now(*after, seq=after.n if seq is None else seq, unproven_ms=unproven_ms, **counts)
         self.log_ms += 1
         unit = RankUnit(

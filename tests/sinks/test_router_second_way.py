@@ -156,6 +156,67 @@ async def test_lower_tiers_are_found_by_engine_hash_too(world: World) -> None:
     assert (holder.hit_tokens, holder.extended_tokens, holder.status) == (48, 48, "exact")
 
 
+# -- what is veiled --------------------------------------------------------------------------------------------------
+
+
+async def test_veiled_hashes_bear_on_prompts_with_extra_keys_alone() -> None:
+    """The second way is switched off, so that all that is known of the window's two hashes is that both are veiled."""
+    async with new_world(engine_hashes=False) as world:
+        await world.fleet.open(A, groups=(FULL, WINDOW), scheme=SCHEME)
+        for salt in (None, "s"):
+            await world.fleet.store(A, PROMPT, salt=salt)
+        await world.fleet.store_hashes(A, [7, 8], group=1, unplaced=((1, 0, 2),), veiled=((1, 0, 2),))
+        plain = only(await world.index.match(PROMPT))
+        salted = only(await world.index.match(PROMPT, salt="s"))
+
+    assert (plain.hit_tokens, plain.status) == (0, "exact")
+    assert (salted.hit_tokens, salted.status) == (0, "at_least")
+
+
+async def test_only_as_many_hashes_as_are_veiled_are_ruled_out() -> None:
+    async with new_world(engine_hashes=False) as world:
+        await world.fleet.open(A, scheme=SCHEME)
+        await world.fleet.store_hashes(A, range(5), unplaced=((0, 0, 5),), veiled=((0, 0, 3), (1, 0, 9)))
+        (report,) = (await world.index.explain(PROMPT)).ranks
+
+    assert (report.holder.status, report.hit_tokens_max) == ("at_least", 32)
+    assert "2 unplaced" in report.holder.reason
+
+
+async def test_for_a_plain_prompt_veiled_hashes_need_no_asking(spied: tuple[Fleet, Spy, Index]) -> None:
+    fleet, memory, index = spied
+    await fleet.open(A, scheme=SCHEME)
+    await fleet.store_hashes(
+        A, named(PROMPT, namespace=Namespace(salt="s"))[:3], unplaced=((0, 0, 3),), veiled=((0, 0, 3),)
+    )
+    plain = [only(await index.match(PROMPT)) for _ in range(2)]
+    salted = [only(await index.match(PROMPT, salt="s")) for _ in range(2)]
+    plain.append(only(await index.match(PROMPT)))
+
+    assert {(holder.hit_tokens, holder.status) for holder in plain} == {(0, "exact")}
+    assert {(holder.hit_tokens, holder.status) for holder in salted} == {(48, "exact")}
+    assert memory.asked == [0, 0, 0, 10, 10, 0]
+
+
+@pytest.mark.parametrize(
+    ("opaque", "veiled", "most"),
+    [
+        pytest.param(2, 0, 32, id="opaque ones may be anything"),
+        pytest.param(2, 4, 0, id="all four are veiled, opaque or not"),
+        pytest.param(2, 3, 16, id="one is not, and may be opaque"),
+        pytest.param(2, 1, 32, id="three are not, of which two at most cannot be asked for"),
+    ],
+)
+async def test_a_hash_may_be_opaque_and_veiled(world: World, opaque: int, veiled: int, most: int) -> None:
+    await world.fleet.open(A, scheme=SCHEME)
+    some: dict[str, Any] = {"opaque": ((0, 0, opaque),), "veiled": ((0, 0, veiled),)}
+    await world.fleet.store_hashes(A, range(4), unplaced=((0, 0, 4),), **some)
+    (report,) = (await world.index.explain(PROMPT)).ranks
+
+    assert report.hit_tokens_max == most
+    assert report.holder.status == ("at_least" if most else "exact")
+
+
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 
@@ -373,29 +434,31 @@ def scattered(case: Case, rng: random.Random) -> dict[int | None, dict[str, list
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases(), st.randoms(use_true_random=False), st.booleans(), st.booleans())
+@given(cases(), st.randoms(use_true_random=False), st.booleans(), st.booleans(), st.sampled_from([None, "s"]))
 async def test_the_truth_lies_within_the_bounds_and_exact_means_equal(
-    case: Case, rng: random.Random, known: bool, switched_on: bool
+    case: Case, rng: random.Random, known: bool, switched_on: bool, salt: str | None
 ) -> None:
-    """Random groups, residency dealt out at random to keys, hashes and nobody; strangers' hashes beside them."""
+    """Random groups, residency dealt out at random to keys, hashes and nobody; strangers' hashes beside them, some of
+    them veiled; with a salt, the prompt's own may be veiled, too.
+    """
     tokens = [rng.randrange(50_000) for _ in range(case.tokens)]
     h = h_of(case)
     # entries elsewhere than at hash blocks do not exist
     held = {group: frozenset(end for end in of if end % h == 0) for group, of in case.held.items()}
     case = case._replace(held=held)
     dealt = scattered(case, rng)
-    names = named(tokens, h)
+    names = named(tokens, h, namespace=Namespace(salt=salt))
     async with new_world(engine_hashes=switched_on) as world:
         world.fleet.stride = STRIDE
         facts = {"stride": STRIDE, "hash_block_size": h, "partial_hash_hits": case.partial}
         await world.fleet.open(A, groups=case.groups, scheme=SCHEME if known else None, **facts)
-        unplaced, opaque = _counts(dealt, rng)
+        counts = _counts(dealt, rng, plain=salt is None)
         for group, kinds in dealt.items():
-            await world.fleet.store(A, tokens, kinds["placed"], group=group, size=STRIDE, unplaced=unplaced)
+            await world.fleet.store(A, tokens, kinds["placed"], group=group, size=STRIDE, salt=salt)
             singles = [names[(stride + 1) * STRIDE // h - 1] for stride in kinds["unplaced"]]
             strangers: Iterable[int] = (rng.getrandbits(64) for _ in range(2))
-            await world.fleet.store_hashes(A, [*singles, *strangers], group=group, unplaced=unplaced, opaque=opaque)
-        (report,) = (await world.index.explain(tokens)).ranks
+            await world.fleet.store_hashes(A, [*singles, *strangers], group=group, **counts)
+        (report,) = (await world.index.explain(tokens, salt=salt)).ranks
     rule = compile_rule(case.groups, stride=STRIDE, hash_block_size=h, partial_hash_hits=case.partial)
     truth = hit(rule, case.tokens, {group: bits_of(of) for group, of in case.held.items()})
 
@@ -404,19 +467,30 @@ async def test_the_truth_lies_within_the_bounds_and_exact_means_equal(
     assert report.holder.hit_tokens <= truth <= report.hit_tokens_max
     assert report.holder.status in {"exact", "at_least"}
     assert report.holder.status != "exact" or report.holder.hit_tokens == truth
-    if known and switched_on and not opaque:
+    if known and switched_on and not counts["opaque"]:
         assert report.holder.status == "exact"
 
 
-def _counts(
-    dealt: dict[int | None, dict[str, list[int]]], rng: random.Random
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]]:
-    """Unplaced and opaque counts by lane, as a bridge would state them; two strangers stand in each lane."""
-    unplaced, opaque = [], []
+def _counts(dealt: dict[int | None, dict[str, list[int]]], rng: random.Random, *, plain: bool) -> dict[str, Any]:
+    """Unplaced, opaque and veiled counts by lane, as a bridge would state them; two strangers stand in each lane, and
+    two more that nobody can ask for in some. Any of them may be veiled, and of a prompt that is not plain any hash.
+    """
+    unplaced, opaque, veiled = [], [], []
     for group, kinds in dealt.items():
         assert group is not None
-        dark = len(kinds["opaque"]) + (rng.choice([0, 2]) if kinds["opaque"] else 0)
-        unplaced.append((group, 0, len(kinds["unplaced"]) + 2 + dark))
-        if dark:
-            opaque.append((group, 0, dark))
-    return tuple(unplaced), tuple(opaque)
+        own = len(kinds["unplaced"]) + len(kinds["opaque"])
+        dark = rng.choice([0, 2]) if kinds["opaque"] else 0
+        unplaced.append((group, 0, own + 2 + dark))
+        if kinds["opaque"]:
+            opaque.append((group, 0, len(kinds["opaque"]) + dark))
+        veiled.append((group, 0, rng.randint(0, 2 + dark + (0 if plain else own))))
+    return {"unplaced": tuple(unplaced), "opaque": tuple(opaque), "veiled": tuple(veiled)}
+
+
+async def test_canary_a_hash_of_a_plain_prompt_that_is_called_veiled_makes_a_wrong_answer_exact(world: World) -> None:
+    """The property above rests on what the bridge proved: a lie would show."""
+    await world.fleet.open(A, scheme=SCHEME)
+    await world.fleet.store_hashes(A, named(PROMPT)[:2], unplaced=((0, 0, 2),), veiled=((0, 0, 2),))
+    holder = only(await world.index.match(PROMPT))
+
+    assert (holder.hit_tokens, holder.status) == (0, "exact")

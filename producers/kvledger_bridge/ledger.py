@@ -98,7 +98,7 @@ class Ledger:
         self.counts = Counts()
         self.lineage = Lineage(entry, parents_max=parents_max, orphans_max=orphans_max)
         self._entry = entry
-        self._veil = Veil(parents_max)
+        self.veil = Veil(parents_max)
         self._counted = entry.copies == "counted"
         self._named_sizes = {spec.group: spec.block_size for spec in entry.groups if spec.block_size}
         self._lanes: dict[tuple[int | None, int], Lane] = {}
@@ -302,7 +302,7 @@ class Ledger:
         self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], opaque_from: int
     ) -> None:
         """Find out which of an event's hashes without a key are veiled, and mark them in every lane that has them."""
-        veil = self._veil
+        veil = self.veil
         if lane.gpu:
             behind = event.parent_block_hash
             parent = None if behind is None else self.lineage.find(low64(behind), gpu=True)

@@ -4,7 +4,7 @@
 
 Every physical copy is in the log, so counts come out exactly. What the log does not tell comes out on the side that
 claims less: orphans stay unplaced as their tokens are gone, names that were never announced are known from checkpoints
-only, and hashes of which only a count says whether they are opaque all are.
+only, and where only a count says which hashes are opaque or veiled, all are opaque, and none veiled unless all are.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ class Recall:
         for group in state.heard_gpu:
             ledger.recall_lane(group, 0)
         for lane in ledger.lanes:
-            opaque = sum(count for group, code, count in state.opaque if (group, code) == (lane.group, lane.code))
-            if len(lane.opaque) < opaque:
+            if len(lane.opaque) < _count(state.opaque, lane):
                 lane.opaque = set(lane.unplaced)  # which of them, nothing tells
+            if lane.unplaced and len(lane.unplaced) == _count(state.veiled, lane):
+                lane.veiled = set(lane.unplaced)
+            for name in lane.veiled:
+                ledger.veil.add(name)  # for their children
         ledger.recall_facts(state.groups, state.uncertain)
         ledger.lineage.chains.learn(state.groups, state.scheme, digests=self._digests)
         ledger.lineage.trim()
@@ -141,6 +144,8 @@ class Recall:
             self._loosen(lane, name, 1 if copies is None else next(copies))
             if _bit(held.opaque, place):
                 lane.opaque.add(name)
+            if _bit(held.veiled, place):
+                lane.veiled.add(name)
 
     def _change(self, group: int | str | None, change: Change) -> None:
         if change.op == CLEARED:
@@ -274,6 +279,7 @@ class Recall:
             msg = "a hash without a key left that was not there"
             raise _Contradiction(msg)
         lane.opaque.discard(name)
+        lane.veiled.discard(name)
         self._ledger.lineage.tighten(name)
         return copies
 
@@ -285,6 +291,11 @@ class Recall:
         lane.copies.clear()
         lane.unplaced.clear()
         lane.opaque.clear()
+        lane.veiled.clear()
+
+
+def _count(counts: Iterable[tuple[int | None, int, int]], lane: Lane) -> int:
+    return sum(count for group, code, count in counts if (group, code) == (lane.group, lane.code))
 
 
 def _hashes(raw: bytes) -> tuple[int, ...]:

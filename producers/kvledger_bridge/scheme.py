@@ -77,6 +77,7 @@ class Finder:
         """Take what the log says of this engine: it was confirmed, and rooted, or it would not be there."""
         self.scheme = msgspec.structs.replace(told, block=self.given.block if self.given is not None else None)
         self.rooted = self.confirmed = True
+        self.seeded = self.given is None  # else it may have been told because the operator named the seed
         self.block = told.block or 0
         self._told = told
 

@@ -93,6 +93,7 @@ def _held(
             change.finish(seq, ts),
             _copies([count for _, count in rest]),
             opaque=_bitmap(name in lane.opaque for name, _ in rest),
+            veiled=_bitmap(name in lane.veiled for name, _ in rest),
         )
 
 

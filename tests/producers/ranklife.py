@@ -87,9 +87,12 @@ def differences(was: Ledger, now: Ledger) -> list[str]:
         assert all(copies.get(key, 0) >= count for key, count in again.items()), f"lane {name} claims more"
         assert set(lane.unplaced) <= set(other.unplaced), f"lane {name} places more"
         assert lane.opaque <= other.opaque, f"lane {name} can be asked for more"
+        assert other.veiled <= lane.veiled, f"lane {name} rules out more"
         if again != copies:
             found.append(f"lane {name}: {len(copies) - len(again)} keys are not known")
         if lane.opaque != other.opaque:
             found.append(f"lane {name}: {len(other.opaque) - len(lane.opaque)} hashes more are opaque")
+        if lane.veiled != other.veiled:
+            found.append(f"lane {name}: {len(lane.veiled) - len(other.veiled)} hashes fewer are veiled")
     assert not any(lane.copies or lane.unplaced for lane in lanes.values())
     return found

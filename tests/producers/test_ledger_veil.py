@@ -235,7 +235,7 @@ def test_what_is_remembered_of_veiled_hashes_is_bounded() -> None:
     for number in range(5):
         rank.take(ENGINE.stored(Prompt(text(4, number), SALTED), 0, 4, [3], **WINDOW))
 
-    assert len(rank.ledger._veil._names) == 2
+    assert len(rank.ledger.veil._names) == 2
     assert len(veiled(rank)) == 5
 
 

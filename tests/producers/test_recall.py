@@ -312,6 +312,21 @@ def test_where_only_a_count_says_which_are_opaque_all_are() -> None:
     assert lane.opaque == {1, 2}
 
 
+@either
+@pytest.mark.parametrize("mixed", [True, False])
+def test_veiled_hashes_are_told_one_by_one_in_checkpoints_and_by_count_where_all_are(
+    mixed: bool, checkpoint: bool
+) -> None:
+    """A child follows a parent that is known to be veiled, and only such a one."""
+    events = [stored([1], text(3)[32:], 8, lora_name="a"), *([stored([2], text(3)[32:], 9)] if mixed else [])]
+    two = Two(tuple(events), checkpoint=checkpoint)
+    [lane] = two.recalled.ledger.lanes
+
+    assert lane.veiled == ({1} if checkpoint or not mixed else set())
+    assert two.equal(stored([3], text(3)[32:], 1)) == bool(lane.veiled)
+    assert two.equal(cleared())
+
+
 def test_an_empty_ledger_is_a_checkpoint_of_one_part() -> None:
     life = Life(ENTRY)
     since = life.checkpoint()

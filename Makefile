@@ -7,9 +7,11 @@ FAMILIES ?= gemma3 llama lfm2 mistral llama4
 REQUESTS ?= 40
 SEED ?= 1
 VLLM ?= 0.32.0
+MINUTES ?= 20
+CANARY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test live lint format pins jars clean
+.PHONY: help setup demo test live soak lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +28,9 @@ test: setup ## run all tests, against a real Kafka and Redis (PYTEST_ARGS='-k na
 
 live: setup ## predict a real vLLM on this CPU, request by request (6 GB; FAMILIES="llama" REQUESTS=40 VLLM=0.32.0)
 	@$(VENV)/python -m kvledger.live --families "$(FAMILIES)" --requests $(REQUESTS) --vllm $(VLLM) --seed $(SEED) --verify
+
+soak: setup ## use 4 replicas and break everything else by a seed; engines, log and index must agree (MINUTES=20 SEED=1 CANARY=1)
+	@PYTHONPATH=tests/faults:tests/integration:tests/soak $(VENV)/python tests/soak/soaking.py $(MINUTES) $(SEED) $(CANARY)
 
 lint: setup ## ruff, mypy and the import rules
 	$(VENV)/ruff check .

@@ -145,6 +145,8 @@ class Ledger:
                     self._removed(event, origin)
                 case AllBlocksCleared():
                     self._cleared(origin)
+        for name in self.veil.catch_up(self.lineage.chains.finder):
+            self._mark_veiled(name)
         if self.lineage.chains.finder.refuted:
             self._doubt(
                 "hash_scheme of the model entry is not this engine's: correct it, or leave it out to have it found"
@@ -302,20 +304,26 @@ class Ledger:
         self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], opaque_from: int
     ) -> None:
         """Find out which of an event's hashes without a key are veiled, and mark them in every lane that has them."""
-        veil = self.veil
+        proven = [names[place] for place in places if names[place] in self.veil]
         if lane.gpu:
             behind = event.parent_block_hash
             parent = None if behind is None else self.lineage.find(low64(behind), gpu=True)
             finder = self.lineage.chains.finder
-            for place in veil.prove(event, names, places, opaque_from, parent=parent, finder=finder):
-                veil.add(names[place])
-        for place in places:
-            name = names[place]
-            if name in veil and name not in lane.veiled and not self.lineage.is_ambiguous(name):
-                for each in self._lanes.values():
-                    if name in each.unplaced:
-                        each.veiled.add(name)
-                        self._draft(each.group)  # whose counts are to be told
+            found = self.veil.prove(event, names, places, opaque_from, parent=parent, finder=finder)
+            proven = [names[place] for place in found]
+        for name in proven:
+            if name not in lane.veiled:
+                self._mark_veiled(name)
+
+    def _mark_veiled(self, name: int) -> None:
+        """A hash is proven veiled: in every lane that has it without a key, whose counts are then told again."""
+        if self.lineage.is_ambiguous(name):
+            return
+        self.veil.add(name)
+        for lane in self._lanes.values():
+            if name in lane.unplaced and name not in lane.veiled:
+                lane.veiled.add(name)
+                self._draft(lane.group)
 
     def _opaque_from(self, lane: Lane, event: BlockStored) -> int:
         """From which of its hashes on no router can compute the event's (ADR 4)."""
@@ -406,6 +414,8 @@ class Ledger:
 
     def _move(self, move: Move) -> None:
         """Follow a hash from one block, or from none, to another, or to none. No copy comes or goes."""
+        if move.now is None:
+            self.veil.discard(move.hash)
         for lane in self._lanes.values():
             copies = 0
             if move.was is not None and (move.now is None or not lane.gpu):

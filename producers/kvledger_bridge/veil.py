@@ -11,6 +11,7 @@ wherever the hash is resident. Only GPU events prove anything, as other tiers le
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from kvledger_bridge.decode import BlockStored, low64
@@ -19,6 +20,10 @@ from kvledger_bridge.lineage import Block
 from kvledger_bridge.scheme import Finder
 from kvledger_index.enginehash import chain
 
+LATE_TOKENS_MAX = 65_536
+"""Tokens kept of events that came before the scheme was found, about 2.5 MB; the chains over them take about 10 ms in
+hash blocks of 16, once."""
+
 
 class Veil:
     """The veiled hashes of one life, the newest ``names_max`` of them, resident or not: children may follow."""
@@ -26,9 +31,15 @@ class Veil:
     def __init__(self, names_max: int) -> None:
         self._names: dict[int, None] = {}
         self._names_max = names_max
+        self._late: deque[tuple[BlockStored, list[int]]] = deque()
+        self._late_tokens = 0
 
     def __contains__(self, name: int) -> bool:
         return name in self._names
+
+    def discard(self, name: int) -> None:
+        """Forget a hash of which nothing is proven any more."""
+        self._names.pop(name, None)
 
     def add(self, name: int) -> None:
         """Keep a hash that is proven veiled."""
@@ -62,7 +73,30 @@ class Veil:
             plain = _plain_names(event, parent, finder)
             if plain is not None:
                 proven += [place for place in left if names[place] not in plain]
+            elif finder.wants and not finder.seeded:
+                self._keep(event, [names[place] for place in left])
         return proven
+
+    def catch_up(self, finder: Finder) -> list[int]:
+        """Hashes whose events came before the scheme was found and that are proven now. Free where there are none."""
+        proven: dict[int, None] = {}
+        while self._late and finder.seeded:
+            event, names = self._late.popleft()
+            self._late_tokens -= len(event.token_ids)
+            behind = event.parent_block_hash
+            if behind is None:
+                plain = _plain_names(event, None, finder)
+                proven.update((name, None) for name in names if plain is not None and name not in plain)
+            elif low64(behind) in proven or low64(behind) in self._names:
+                proven.update(dict.fromkeys(names))
+        return list(proven)
+
+    def _keep(self, event: BlockStored, names: list[int]) -> None:
+        """An event that nothing can be computed of yet; the oldest give way."""
+        self._late.append((event, names))
+        self._late_tokens += len(event.token_ids)
+        while self._late_tokens > LATE_TOKENS_MAX:
+            self._late_tokens -= len(self._late.popleft()[0].token_ids)
 
     def _first(self, event: BlockStored, parent: Block | None) -> int:
         """From which of its hashes on an event shows that they are veiled, or inherits it."""

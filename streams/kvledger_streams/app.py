@@ -29,6 +29,7 @@ from faust.types import TP
 from kvledger_index.writer import RedisWriter
 from kvledger_streams.broker import Broker
 from kvledger_streams.errors import Unavailable
+from kvledger_streams.pointers import Pointers
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry, take_over_logging
 from kvledger_streams.worker import Batch, Worker
@@ -298,11 +299,14 @@ async def serve(settings: Settings, telemetry: Telemetry) -> int:
     writer = RedisWriter.from_url(
         settings.redis, namespace=settings.namespace, timeout_seconds=settings.request_seconds
     )
+    pointers = Pointers(
+        settings.kafka, settings.topic, settings.replicas_topic, request_seconds=settings.request_seconds
+    )
     try:
         await writer.check()
         log = Broker(settings.kafka, settings.topic, request_seconds=settings.request_seconds)
         topic = await log.check(settings.partitions)
-        worker = Worker(settings, writer=writer, log=log, telemetry=telemetry)
+        worker = Worker(settings, writer=writer, log=log, pointers=pointers, telemetry=telemetry)
         app = build(settings, worker, telemetry)
         stop = _on_signals(telemetry)
         try:
@@ -325,6 +329,7 @@ async def serve(settings: Settings, telemetry: Telemetry) -> int:
             telemetry.crashed(why)
         clean = await _stop(settings, worker, app) and why is None
     finally:
+        pointers.stop()
         await writer.aclose()
     telemetry.stopped(worker.tally, clean=clean)
     return 0 if clean else 1

@@ -84,7 +84,8 @@ class PartitionState(msgspec.Struct):
     time known. ``tails`` names the ranks with an unfinished unit and where it began. ``partitions`` is the topic's
     count, ``cards`` what the catalogue was last given, ``tiers`` what lower tiers did. ``heard`` is the log time of
     each rank's last unit, ``proven`` that of its last record that ``ops.proves`` its picture, ``forgotten`` names those
-    that left the catalogue and were not heard of since.
+    that left the catalogue and were not heard of since. ``starts`` tells below which offset a rank's records are passed
+    over in a rebuild: they would be read for nothing, as the rank is loaded there (ADR 8).
     """
 
     partition: int
@@ -100,6 +101,7 @@ class PartitionState(msgspec.Struct):
     heard: dict[str, int]
     proven: dict[str, int]
     forgotten: set[str]
+    starts: Mapping[str, int] = {}
 
 
 class _Blob(msgspec.Struct, frozen=True, array_like=True):
@@ -169,9 +171,20 @@ def resume(
     )
 
 
-def fresh(partition: int, *, partitions: int, topic_id: str, restart: int, broker_ms: int) -> PartitionState:
-    """A partition of which nothing is known: rebuilt from ``restart`` on."""
-    return resume(partition, partitions=partitions, topic_id=topic_id, restart=restart, broker_ms=broker_ms, stored={})
+def fresh(
+    partition: int,
+    *,
+    partitions: int,
+    topic_id: str,
+    restart: int,
+    broker_ms: int,
+    starts: Mapping[str, int] | None = None,
+) -> PartitionState:
+    """A partition of which nothing is known: rebuilt from ``restart`` on, each rank from its own start."""
+    facts = {"partitions": partitions, "restart": restart, "broker_ms": broker_ms}
+    state = resume(partition, topic_id=topic_id, stored={}, **facts)
+    state.starts = starts or {}
+    return state
 
 
 def fold(
@@ -191,7 +204,7 @@ def fold(
         tally.records += 1
         state.broker_ms = max(state.broker_ms, broker_ms)
         home = cut.locate(offset, key)
-        if home is not None:
+        if home is not None and offset >= state.starts.get(home.rank, 0):
             record = cut.read(offset, home, value)
             if cut.crowded(home, record):
                 yield cut.step(at_end=False)

@@ -1,8 +1,8 @@
 """Where to read a partition from (DESIGN §6). Pure: what the index stored and what the log holds in, a plan out.
 
     stored ──┬─ nothing, or of another topic ────────────┐
-             ├─ beyond the log's end (the log lost some) ─┼─> drop the partition's ranks, rebuild from the log's start
-             ├─ below its start (retention took some) ────┘
+             ├─ beyond the log's end (the log lost some) ─┼─> drop the partition's ranks, rebuild from the lowest of
+             ├─ below its start (retention took some) ────┘   their pointers; from the log's start where one is missing
              └─ within ─────────────────────────────────────> go on at the stored restart offset
 
 Asked at every assignment, after every refused step, and whenever reading falls out of the log: there is one way back.
@@ -11,6 +11,7 @@ Until the read position passes ``target``, the log's end at this moment, routers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -34,32 +35,51 @@ class Bounds(NamedTuple):
     newest_ms: int
 
 
+class Starts(NamedTuple):
+    """The offset of each rank's newest Opened or complete checkpoint, by ``replica/rank``; each was looked at.
+
+    Where one of them is missing there are none, and ``why`` says so: that rank must be looked for in the whole log.
+    """
+
+    ranks: Mapping[str, int]
+    why: str
+
+
 class Plan(msgspec.Struct, frozen=True):
-    """Read from ``restart``; ranks are stale until ``target`` is read. ``drop``: forget them first, because ``why``."""
+    """Read from ``restart``; ranks are stale until ``target`` is read. ``drop``: forget them first, because ``why``.
+
+    ``starts``: records of these ranks below these offsets need not be looked at.
+    """
 
     restart: int
     target: int
     drop: bool
     why: str
+    starts: Mapping[str, int] = {}
 
 
-def plan(stored: Progress | None, bounds: Bounds) -> Plan:
-    """How to go on with a partition."""
-    why = _unusable(stored, bounds)
-    if why is None and stored is not None:
-        return Plan(stored.restart, bounds.end, drop=False, why="stored")
-    return rebuild(bounds, why or "nothing stored")
-
-
-def rebuild(bounds: Bounds, why: str) -> Plan:
-    """Forget the partition's ranks and read the whole log."""
-    return Plan(bounds.start, bounds.end, drop=True, why=why)
-
-
-def _unusable(stored: Progress | None, bounds: Bounds) -> str | None:
-    """Why the stored progress is not a place in this log; None where it is, or where there is none."""
+def plan(stored: Progress | None, bounds: Bounds) -> Plan | str:
+    """How to go on with a partition; or why it must be rebuilt."""
     if stored is None:
-        return None
+        return "nothing stored"
+    return _unusable(stored, bounds) or Plan(stored.restart, bounds.end, drop=False, why="stored")
+
+
+def rebuild(bounds: Bounds, why: str, starts: Starts) -> Plan:
+    """Forget the partition's ranks and read the log, from where all of them are found. ``bounds`` must not be older
+    than ``starts``: retention takes the log's start, and pointers may lie beyond an end that was seen before.
+    """
+    outside = [rank for rank, offset in starts.ranks.items() if not bounds.start <= offset < bounds.end]
+    if outside:
+        starts = Starts({}, f"{outside[0]} points outside {bounds.start}..{bounds.end}")
+    if not starts.ranks:
+        return Plan(bounds.start, bounds.end, drop=True, why=f"{why}; from the log's start: {starts.why}")
+    why = f"{why}; from the lowest of {len(starts.ranks)} pointers"
+    return Plan(min(starts.ranks.values()), bounds.end, drop=True, why=why, starts=dict(starts.ranks))
+
+
+def _unusable(stored: Progress, bounds: Bounds) -> str | None:
+    """Why the stored progress is not a place in this log; None where it is."""
     if stored.topic_id != bounds.topic_id:
         return f"stored progress is of topic id {stored.topic_id}, the topic's is {bounds.topic_id}"
     # `read` runs ahead of `restart` while a unit is unfinished: also what was applied from there must still be there

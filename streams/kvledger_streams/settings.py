@@ -9,7 +9,7 @@ import msgspec
 
 from kvledger_index.units import SCRUB_SECONDS_MAX
 from kvledger_streams.errors import BadSettings
-from kvledger_wire.topics import EVENTS
+from kvledger_wire.topics import EVENTS, REPLICAS
 
 SHARED = frozenset({"kafka", "redis", "topic_prefix", "namespace", "group", "partitions"})
 """Settings that other commands know by the same name: ``KVLEDGER_KAFKA``. The others are ``KVLEDGER_STREAMS_…``."""
@@ -65,6 +65,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def topic(self) -> str:
         """The event topic."""
         return self.topic_prefix + EVENTS
+
+    @property
+    def replicas_topic(self) -> str:
+        """Where bridges say from where their ranks may be read."""
+        return self.topic_prefix + REPLICAS
 
     @property
     def consumer_group(self) -> str:

@@ -5,7 +5,9 @@ Logs are JSON lines on stdout. Tests and operators look for ``event``; texts may
     code                   level    what to do
     ----                   -----    ----------
     worker_started         info     nothing
-    partition_placed       info     nothing; ``drop`` says that its index is rebuilt, ``why`` says why
+    partition_placed       info     nothing; ``drop`` says that its index is rebuilt, ``why`` says why and from where
+    pointers_unread        warning  look at the replicas topic: the partition is rebuilt from the log's start, which
+                                    takes longer and finds only ranks that opened, or wrote a checkpoint, since
     partition_caught_up    info     nothing: its ranks are no longer stale
     partition_blocked      error    look at ``why``: nothing is lost, but the partition's ranks go stale meanwhile
     partition_resynced     warning  nothing once; often: two workers or a Redis that loses writes
@@ -46,6 +48,7 @@ from kvledger_streams.progress import Plan
 Code = Literal[
     "worker_started",
     "partition_placed",
+    "pointers_unread",
     "partition_caught_up",
     "partition_blocked",
     "partition_resynced",
@@ -132,7 +135,12 @@ class Telemetry:
         """A partition is being read from ``plan.restart``."""
         self.counters.placed += 1
         self.counters.rebuilt += plan.drop
-        self._say("info", "partition_placed", partition=partition, ranks=ranks, **msgspec.structs.asdict(plan))
+        facts = {"restart": plan.restart, "target": plan.target, "drop": plan.drop, "why": plan.why}
+        self._say("info", "partition_placed", partition=partition, ranks=ranks or len(plan.starts), **facts)
+
+    def pointers_unread(self, partition: int, topic: str, why: str) -> None:
+        """A partition is rebuilt without knowing where its ranks begin."""
+        self._rarely("warning", "pointers_unread", (), partition=partition, topic=topic, why=why)
 
     def caught_up(self, partition: int, read: int, seconds: float) -> None:
         """The log end of the last seek is passed."""

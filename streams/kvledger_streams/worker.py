@@ -21,7 +21,7 @@ from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
 from kvledger_streams.errors import Unavailable, UnreadableState
 from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, forget, fresh, resume
-from kvledger_streams.progress import Bounds, Topic, plan, rebuild
+from kvledger_streams.progress import Bounds, Plan, Starts, Topic, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_wire.errors import WrongTopic
@@ -88,6 +88,13 @@ class Log(Protocol):
         """What the logs hold now."""
 
 
+class PointerSource(Protocol):
+    """Where ranks may be read from; ``pointers.Pointers``."""
+
+    async def starts(self, partition: int, partitions: int) -> Starts:
+        """Of each rank of a partition, verified. Bounded in time; raises Unavailable."""
+
+
 class _Resync(Exception):
     """What is stored, or read, is not what we believed."""
 
@@ -121,6 +128,7 @@ class Worker:
         *,
         writer: IndexWriter,
         log: Log,
+        pointers: PointerSource,
         telemetry: Telemetry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -130,6 +138,7 @@ class Worker:
         self._settings = settings
         self._writer = writer
         self._log = log
+        self._pointers = pointers
         self._telemetry = telemetry
         self._now = now
         self._source: Source | None = None
@@ -262,13 +271,15 @@ class Worker:
         made = plan(stored.progress, bounds)
         facts = {"partitions": topic.partitions, "topic_id": topic.id, "broker_ms": bounds.newest_ms}
         state: PartitionState | None = None
-        if not made.drop:
+        if isinstance(made, Plan):
             try:
                 state = resume(number, restart=made.restart, stored=stored.ranks, **facts)  # type: ignore[arg-type]  # facts are of three types
             except UnreadableState as error:
-                made = rebuild(bounds, str(error))
+                made = str(error)
+        if isinstance(made, str):
+            made = await self._rebuild(number, topic, made)
         if state is None:
-            state = fresh(number, restart=made.restart, **facts)  # type: ignore[arg-type]  # the same
+            state = fresh(number, restart=made.restart, starts=made.starts, **facts)  # type: ignore[arg-type]  # the same
         await self._writer.seek(number, topic.id, made.restart, made.target, drop=made.drop)
         epoch = await source.seek(number, made.restart)
         if epoch is None or self._partitions.get(number) is not part:
@@ -278,6 +289,16 @@ class Worker:
         self._readable.set()
         self._telemetry.placed(number, made, len(state.ranks))
         self._observe(part, state)
+
+    async def _rebuild(self, number: int, topic: Topic, why: str) -> Plan:
+        """From where to read a partition of which nothing usable is stored. Without pointers it takes longer."""
+        try:
+            starts = await self._pointers.starts(number, topic.partitions)
+        except Exception as error:  # noqa: BLE001 - whatever keeps us from reading them, the log's start is there
+            self._telemetry.pointers_unread(number, self._settings.replicas_topic, str(error))
+            starts = Starts({}, str(error))
+        bounds = (await self._log.bounds([number], topic))[number]
+        return rebuild(bounds, why, starts)
 
     def _check_place(self, part: _Partition, state: PartitionState, batch: Batch) -> None:
         """Offsets of this log follow each other. A fetch that leaves some out is asked for again, once: the client may

@@ -74,6 +74,13 @@ def pointer_key(replica: str, rank: int, owner: int) -> bytes:
     return f"{replica}/{rank}/{owner}".encode()
 
 
+def parse_pointer_key(raw: bytes | None) -> tuple[str, int, int] | None:
+    """(replica, rank, owner) of a pointer's key; None for a claim's key and anything else."""
+    rank, _, word = (raw or b"").rpartition(b"/")
+    who = parse_claim_key(rank)
+    return (*who, int(word)) if who is not None and word.isdigit() else None
+
+
 def parse_claim_key(raw: bytes | None) -> tuple[str, int] | None:
     """(replica, rank) of a claim's key; None for a pointer's key and anything else."""
     try:

@@ -5,6 +5,7 @@
 Workload (fixed seed): 64 ranks of one model with two groups. ``runs``: an engine batch stores a run of 16 blocks in
 both groups (prefill); ``singles``: one block in one group (decode); ``beats``: heartbeats only. Every batch is a record
 per group. ``fold alone`` counts CPU seconds, ``Kafka to Redis`` the time that a worker takes to catch up with a log.
+``rebuild`` counts CPU seconds, too: one of 17 ranks is idle since the log began, the others wrote 20 checkpoints.
 ``latency`` is from Kafka's acknowledgement to the block being readable, at most 100 batches a second.
 """
 
@@ -39,6 +40,10 @@ RANKS = 64
 BATCH = 1_000
 SEED = 1
 LATENCY_BATCHES = 300
+REBUILD_RANKS = 17
+REBUILD_CHECKPOINTS = 20
+
+Row = dict[str, object]
 
 
 def runs(rank: RankLog, rnd: random.Random) -> None:
@@ -73,7 +78,7 @@ def write(log: list[tuple[bytes | None, bytes | None]], records: int, workload: 
     return ranks
 
 
-def pure(records: int, workload: str) -> dict[str, object]:
+def pure(records: int, workload: str) -> Row:
     """The fold alone, in batches as a worker gets them."""
     log: list[tuple[bytes | None, bytes | None]] = []
     write(log, records, workload)
@@ -88,7 +93,40 @@ def pure(records: int, workload: str) -> dict[str, object]:
     return row_of("fold alone", workload, len(rows), tally.ops, steps, seconds)
 
 
-def row_of(what: str, workload: str, records: int, ops: int, steps: int, seconds: float) -> dict[str, object]:
+def rebuilds(records: int) -> list[Row]:
+    """What it costs to read from an idle rank's Opened, with and without passing over what is below each rank's own
+    pointer.
+    """
+    log: list[tuple[bytes | None, bytes | None]] = []
+    idle, *busy = [RankLog(log, f"pod-{i}", owner=3) for i in range(REBUILD_RANKS)]
+    rnd = random.Random(SEED)
+    for rank in (idle, *busy):
+        rank.open()
+    own: dict[str, int] = {idle.id: 0}
+    for _ in range(REBUILD_CHECKPOINTS):
+        stop = len(log) + records // REBUILD_CHECKPOINTS
+        while len(log) < stop:
+            singles(rnd.choice(busy), rnd)
+        for rank in busy:
+            own[rank.id] = len(log)
+            rank.checkpoint(1)
+    rows = [(offset, offset, *row) for offset, row in enumerate(log)]
+    return [_rebuild("each rank from its pointer", rows, own), _rebuild("all from the lowest pointer", rows, {})]
+
+
+def _rebuild(what: str, rows: list[tuple[int, int, bytes | None, bytes | None]], starts: dict[str, int]) -> Row:
+    tally = Tally()
+    state = fresh(0, partitions=1, topic_id="t", restart=0, broker_ms=0, starts=starts)
+    started = time.process_time()
+    steps = 0
+    for at in range(0, len(rows), BATCH):
+        for _ in fold(state, rows[at : at + BATCH], end=len(rows), nonce=lambda: secrets.token_bytes(16), tally=tally):
+            steps += 1
+    seconds = time.process_time() - started
+    return row_of(f"rebuild, {what}", "singles", len(rows), tally.ops, steps, seconds) | {"ops": tally.ops}
+
+
+def row_of(what: str, workload: str, records: int, ops: int, steps: int, seconds: float) -> Row:
     """One line of the table."""
     return {
         "what": what,
@@ -101,7 +139,7 @@ def row_of(what: str, workload: str, records: int, ops: int, steps: int, seconds
     }
 
 
-def whole(stack: Stack, folder: Path, records: int, workload: str) -> dict[str, object]:
+def whole(stack: Stack, folder: Path, records: int, workload: str) -> Row:
     """A worker process from its first placed partition until it has caught up with a log that was there before."""
     name = f"bench-{workload}-{secrets.token_hex(3)}"
     create_topics(connect(stack.kafka), topic_specs(partitions=PARTITIONS, prefix=f"{name}."))
@@ -119,7 +157,7 @@ def whole(stack: Stack, folder: Path, records: int, workload: str) -> dict[str, 
         )
 
 
-def latency(stack: Stack, folder: Path) -> dict[str, object]:
+def latency(stack: Stack, folder: Path) -> Row:
     """From acknowledged to readable, one batch at a time."""
     name = f"bench-latency-{secrets.token_hex(3)}"
     create_topics(connect(stack.kafka), topic_specs(partitions=PARTITIONS, prefix=f"{name}."))
@@ -172,6 +210,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
     rows = [pure(args.records, workload) for workload in WORKLOADS]
+    rows += rebuilds(args.records)
     with Stack() as stack, tempfile.TemporaryDirectory() as folder:
         rows += [whole(stack, Path(folder), args.records, workload) for workload in WORKLOADS]
         rows.append(latency(stack, Path(folder)))

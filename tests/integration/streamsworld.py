@@ -17,7 +17,10 @@ from ranklog import RankLog, prompt
 
 from kvledger.stack import Process
 from kvledger_index.reader import RedisReader
-from kvledger_wire.topics import EVENTS
+from kvledger_wire import records as wire
+from kvledger_wire.partition import claim_key, pointer_key
+from kvledger_wire.replicas import begins
+from kvledger_wire.topics import EVENTS, REPLICAS
 
 PROMPTS = [prompt("p", 40), prompt("p", 40, fork=20, branch="b"), prompt("q", 9), prompt("r", 33)]
 PARTITIONS = 4
@@ -70,6 +73,8 @@ class Installation:
         self.writers: list[RankLog] = []
         self.log: list[tuple[bytes | None, bytes | None]] = []
         self.workers: list[WorkerProcess] = []
+        self.beginnings: dict[str, int] = {}
+        """Where each rank's newest ``Opened`` or first part of a checkpoint stands."""
         # idempotent as the bridge's: without it a repeated request may overtake another
         options = {"bootstrap.servers": kafka, "linger.ms": 1, "enable.idempotence": True, "log_level": 0}
         self._producer = Producer(options)
@@ -113,9 +118,12 @@ class Installation:
         sent, failed = list(self.log), list[Any]()
         self.log.clear()
 
-        def delivered(error: Any, _: Any) -> None:
+        def delivered(error: Any, message: Any) -> None:
+            rank = (message.key() or b"").decode(errors="replace").rpartition("/")[0]
             if error is not None:
                 failed.append(error)
+            elif begins(rank, message.key(), message.value()):
+                self.beginnings[rank] = message.offset()
 
         for key, value in sent:
             place = partition(key) if partition else self.place(key)
@@ -124,6 +132,16 @@ class Installation:
         assert self._producer.flush(30) == 0
         assert not failed
         return sent
+
+    def point(self, owner: int = 3, **offsets: int) -> None:
+        """Write a claim and a pointer of each rank, at its beginning unless ``offsets`` (by replica) say otherwise."""
+        topic = self.prefix + REPLICAS
+        for name, offset in self.beginnings.items():
+            replica, rank = name.split("/")
+            self._producer.produce(topic, wire.encode(wire.Claim(0, -1, "b", "0")), claim_key(replica, int(rank)))
+            pointer = wire.Pointer(0, owner, -1, offsets.get(replica.replace("-", "_"), offset))
+            self._producer.produce(topic, wire.encode(pointer), pointer_key(replica, int(rank), owner))
+        assert self._producer.flush(30) == 0
 
     def place(self, key: bytes | None) -> int:
         """The partition of a record key; junk goes to 0."""

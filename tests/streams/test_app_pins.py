@@ -171,7 +171,7 @@ def test_a_buffer_that_is_full_holds_the_fetch_back() -> None:
 
 async def test_the_app_is_built_as_it_must_be() -> None:
     settings = Settings(kafka="localhost:1,localhost:2", redis="-", topic_prefix="x.")
-    worker = Worker(settings, writer=None, log=None, telemetry=None)  # type: ignore[arg-type]
+    worker = Worker(settings, writer=None, log=None, pointers=None, telemetry=None)  # type: ignore[arg-type]
     app = ours.build(settings, worker, None)  # type: ignore[arg-type]
     conf = app.conf
 

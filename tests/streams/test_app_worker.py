@@ -28,7 +28,9 @@ async def test_a_new_worker_reads_the_whole_log() -> None:
     await process.settle()
 
     assert await claims(index) == truth(writers)
-    assert {line["why"] for line in process.lines("partition_placed")} == {"nothing stored"}
+    assert {line["why"] for line in process.lines("partition_placed")} == {
+        "nothing stored; from the log's start: nobody points"
+    }
     assert {line["partition"] for line in process.lines("partition_caught_up")} == {0, 1}
 
 

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvledger_index.units import Progress
-from kvledger_streams.progress import Bounds, Plan, plan, rebuild
+from kvledger_streams.progress import Bounds, Plan, Starts, plan, rebuild
 
 LOG = Bounds("id-1", 100, 200, 5)
+NOWHERE = Starts({}, "nobody points")
 
 
 def stored(restart: int, read: int | None = None, topic_id: str = "id-1") -> Progress:
@@ -32,19 +33,40 @@ def test_a_stored_offset_within_the_log_is_where_to_go_on(restart: int) -> None:
     ],
     ids=["nothing", "another topic", "below", "beyond", "read beyond"],
 )
-def test_anything_else_drops_and_rebuilds_from_the_start(progress: Progress | None, word: str) -> None:
+def test_anything_else_must_be_rebuilt(progress: Progress | None, word: str) -> None:
     made = plan(progress, LOG)
 
-    assert (made.restart, made.target, made.drop) == (100, 200, True)
-    assert word in made.why
+    assert isinstance(made, str)
+    assert word in made
 
 
 def test_an_empty_log_is_caught_up_at_once() -> None:
-    assert plan(None, Bounds("id-1", 0, 0, -1)) == Plan(0, 0, drop=True, why="nothing stored")
+    made = rebuild(Bounds("id-1", 0, 0, -1), "nothing stored", NOWHERE)
+
+    assert (made.restart, made.target, made.drop) == (0, 0, True)
 
 
-def test_a_rebuild_says_why() -> None:
-    assert rebuild(LOG, "state unreadable").why == "state unreadable"
+def test_a_rebuild_without_pointers_reads_the_whole_log_and_says_why() -> None:
+    made = rebuild(LOG, "state unreadable", NOWHERE)
+
+    assert (made.restart, made.target, made.drop, made.starts) == (100, 200, True, {})
+    assert made.why == "state unreadable; from the log's start: nobody points"
+
+
+def test_a_rebuild_starts_at_the_lowest_pointer() -> None:
+    made = rebuild(LOG, "nothing stored", Starts({"a/0": 180, "b/0": 120}, ""))
+
+    assert (made.restart, made.target, made.starts) == (120, 200, {"a/0": 180, "b/0": 120})
+    assert made.why == "nothing stored; from the lowest of 2 pointers"
+
+
+@pytest.mark.parametrize("offset", [99, 200, 201])
+def test_a_pointer_outside_the_log_costs_all_of_them(offset: int) -> None:
+    """Its rank may have begun anywhere; the log's start is where it is looked for."""
+    made = rebuild(LOG, "nothing stored", Starts({"a/0": 180, "b/0": offset}, ""))
+
+    assert (made.restart, made.starts) == (100, {})
+    assert "b/0 points outside 100..200" in made.why
 
 
 @given(
@@ -53,11 +75,16 @@ def test_a_rebuild_says_why() -> None:
     st.sampled_from(["a", "b"]),
     st.integers(0, 50),
     st.integers(0, 50),
+    st.dictionaries(st.sampled_from(["x/0", "y/0", "z/0"]), st.integers(0, 100)),
 )
 def test_a_plan_never_leaves_the_log_and_never_skips(
-    progress: Progress | None, topic: str, start: int, more: int
+    progress: Progress | None, topic: str, start: int, more: int, ranks: dict[str, int]
 ) -> None:
-    made = plan(progress, Bounds(topic, start, start + more, 0))
+    bounds = Bounds(topic, start, start + more, 0)
+    made = plan(progress, bounds)
+    if isinstance(made, str):
+        made = rebuild(bounds, made, Starts(ranks, "none"))
 
     assert start <= made.restart <= made.target == start + more
     assert made.drop or (progress is not None and made.restart == progress.restart)
+    assert all(made.restart <= offset for offset in made.starts.values())

@@ -14,7 +14,7 @@ from ranklog import RankLog, prompt
 
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Outcome, Scrubbed, ScrubBudget, Step, Stored
-from kvledger_streams.progress import Bounds, Topic
+from kvledger_streams.progress import Bounds, Starts, Topic
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_streams.worker import Batch, Worker
@@ -39,6 +39,8 @@ class Kafka:
         self.logs: dict[int, list[tuple[bytes | None, bytes | None]]] = {n: [] for n in range(partitions)}
         self.base = dict.fromkeys(range(partitions), 0)
         self.silent: Exception | None = None
+        self.starts_known = Starts({}, "nobody points")
+        self.pointers_fault: Exception | None = None
 
     async def describe(self) -> Topic:
         if self.silent:
@@ -49,6 +51,11 @@ class Kafka:
         if self.silent:
             raise self.silent
         return {n: Bounds(topic.id, self.base[n], self.end(n), 0) for n in partitions if n in self.logs}
+
+    async def starts(self, partition: int, partitions: int) -> Starts:
+        if self.pointers_fault:
+            raise self.pointers_fault
+        return self.starts_known
 
     def end(self, partition: int) -> int:
         return self.base[partition] + len(self.logs[partition])
@@ -145,7 +152,9 @@ class Process:
         self.kafka, self.index, self.clock, self.out = kafka, index, 100.0, io.StringIO()
         telemetry = Telemetry(self.out, now=self.now)
         options = {name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__} | changes
-        self.worker = Worker(Settings(**options), writer=index, log=kafka, telemetry=telemetry, now=self.now)
+        self.worker = Worker(
+            Settings(**options), writer=index, log=kafka, pointers=kafka, telemetry=telemetry, now=self.now
+        )
         self.consumer = Consumer(kafka)
         self.worker.attach(self.consumer)
         self.worker.assign(self.consumer.assigned)

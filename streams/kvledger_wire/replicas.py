@@ -1,0 +1,72 @@
+"""What ``kvledger.replicas`` says: which ranks there are, and where reading of each may start (DESIGN §5, §6). Pure.
+
+The topic is compacted and has one partition: read to its end, the last word for each key counts. A rank with a claim
+exists until a tombstone under the claim's key; its newest pointer is that of the highest owner that has one.
+"""
+
+from __future__ import annotations
+
+from kvledger_wire.errors import Poison
+from kvledger_wire.partition import parse_claim_key, parse_key, parse_pointer_key, partition_of, rank_id
+from kvledger_wire.records import SCHEMA, Checkpoint, Opened, Pointer, decode_event, decode_replica
+
+
+class ReplicaTable:
+    """The topic as far as it was read."""
+
+    def __init__(self) -> None:
+        self._claimed: set[tuple[str, int]] = set()
+        self._pointers: dict[tuple[str, int], dict[int, Pointer]] = {}
+
+    def take(self, key: bytes | None, value: bytes | None) -> None:
+        """The next record; a key that names nobody is passed over. O(1)."""
+        rank = parse_claim_key(key)
+        if rank is not None:
+            (self._claimed.add if value else self._claimed.discard)(rank)
+            return
+        pointer = parse_pointer_key(key)
+        if pointer is None:
+            return
+        replica, number, owner = pointer
+        owners = self._pointers.setdefault((replica, number), {})
+        if value:
+            owners[owner] = _pointer_of(owner, value)
+        else:
+            owners.pop(owner, None)
+
+    def pointers(self, partition: int, partitions: int) -> dict[str, Pointer | None]:
+        """Of each rank of a partition (``replica/rank``) the pointer of its highest owner that has one; None: it has
+        none. O(ranks).
+        """
+        return {
+            rank_id(*rank): self.newest(*rank)
+            for rank in sorted(self._claimed)
+            if partition_of(*rank, partitions) == partition
+        }
+
+    def newest(self, replica: str, rank: int) -> Pointer | None:
+        """The pointer of a rank's highest owner that has one."""
+        owners = self._pointers.get((replica, rank))
+        return owners[max(owners)] if owners else None
+
+
+def _pointer_of(owner: int, value: bytes) -> Pointer:
+    """A pointer that cannot be read, or is none, points at the log's start."""
+    try:
+        record = decode_replica(value)
+    except Poison:
+        record = None
+    return record if isinstance(record, Pointer) else Pointer(SCHEMA, owner, -1, -1)
+
+
+def begins(rank: str, key: bytes | None, value: bytes | None) -> bool:
+    """Whether a record of the event topic is one at which reading of this rank may start: a readable ``Opened``, or a
+    checkpoint's first part. A pointer counts only if such a one stands where it points.
+    """
+    try:
+        home = parse_key(key)
+        record = decode_event(value)
+    except Poison:
+        return False
+    first = isinstance(record, Opened) or (isinstance(record, Checkpoint) and record.part == 0)
+    return first and home.rank_id == rank

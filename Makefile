@@ -9,9 +9,10 @@ SEED ?= 1
 VLLM ?= 0.32.0
 MINUTES ?= 20
 CANARY ?=
+SECONDS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test live soak lint format pins jars clean
+.PHONY: help setup demo test live soak outage lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +32,9 @@ live: setup ## predict a real vLLM on this CPU, request by request (6 GB; FAMILI
 
 soak: setup ## use 4 replicas and break everything else by a seed; engines, log and index must agree (MINUTES=20 SEED=1 CANARY=1)
 	@PYTHONPATH=tests/faults:tests/integration:tests/soak $(VENV)/python tests/soak/soaking.py $(MINUTES) $(SEED) $(CANARY)
+
+outage: setup ## each fault of a server by itself, Kafka away for SECONDS=300: time until all is live again
+	@PYTHONPATH=tests/faults:tests/integration:tests/soak $(VENV)/python tests/soak/outage.py $(SECONDS)
 
 lint: setup ## ruff, mypy and the import rules
 	$(VENV)/ruff check .

@@ -14,14 +14,11 @@ import servers as kit
 from proxy import Proxy
 from redis import Redis
 from redis.exceptions import ReadOnlyError, RedisError
-from servers import KafkaControl, RedisControl
+from servers import RedisControl
 
-from kvledger.stack import LocalKafka
-from kvledger.stack.kafka import broker_answers
 from kvledger.stack.redis import redis_answers
 
 FUNCTION = "#!lua name=one\nredis.register_function('one', function() return 1 end)"
-ANSWER_SECONDS_MAX = 10.0
 SILENT_SECONDS = 0.2
 """How long a frozen server may stay silent to count as frozen."""
 
@@ -139,20 +136,6 @@ def test_a_link_that_is_aimed_elsewhere_leads_new_connections_there(make: Callab
     assert before == b"first"
     assert after == (b"first", b"second")
     assert last == b"second"
-
-
-@pytest.mark.slow
-def test_a_frozen_broker_is_silent_and_goes_on_where_it_was(kafka_broker: Callable[[], LocalKafka]) -> None:
-    broker = kafka_broker()
-    with KafkaControl(broker) as kafka:
-        pid = broker.process.pid
-        kafka.freeze()
-        frozen = broker_answers(kafka.address, SILENT_SECONDS)
-        kafka.thaw()
-
-        assert not frozen
-        assert broker_answers(kafka.address, ANSWER_SECONDS_MAX)
-        assert broker.process.pid == pid
 
 
 @pytest.mark.services

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from servers import KafkaControl
 from streamsworld import PARTITIONS, Installation
 
 from kvledger.admin import connect, create_topics
+from kvledger.stack.kafka import broker_answers
 from kvledger_wire.topics import topic_specs
 
 Make = Callable[..., Installation]
+SILENT_SECONDS = 0.2
+"""How long a frozen broker may stay silent to count as frozen."""
 
 
 @pytest.fixture
@@ -214,14 +218,16 @@ async def test_a_broker_that_dies_and_comes_back_is_read_on(
 ) -> None:
     """While it is away nobody is called alive: to a router its ranks are stale, none is gone."""
     rnd = random.Random(7)
-    broker = kafka_broker()
-    world = make(broker.bootstrap, redis_url)
+    broker = KafkaControl(kafka_broker())
+    world = make(broker.address, redis_url)
     world.ranks(6)
     world.act(rnd, 100)
     world.push()
     worker = world.worker()
     await eventually_async(world.is_true, 30)
-    broker.kill()
+    broker.freeze()
+    frozen = broker_answers(broker.address, SILENT_SECONDS)
+    broker.kill()  # also a frozen one
 
     async def unheard() -> bool:
         return all(now - alive > 4_000 for now, alive in (await world.alive_ms()).values())
@@ -232,5 +238,6 @@ async def test_a_broker_that_dies_and_comes_back_is_read_on(
     world.push()
     await eventually_async(world.is_true, 60)
 
+    assert not frozen
     assert worker.process.running
     assert worker.stop() == 0

@@ -297,6 +297,14 @@ def _redis_empty(world: World, target: str) -> None:
     world.redis.restart_empty()
 
 
+@action("redis failover")
+def _redis_failover(world: World, target: str) -> Iterator[None]:
+    """Writers are refused by the old primary and must find the new one; readers that stay read a replica."""
+    world.replicate()
+    yield
+    world.fail_over()
+
+
 @action("redis slow")
 def _redis_slow(world: World, target: str) -> Iterator[None]:
     world.redis_read.latency(SLOW_READ_SECONDS)

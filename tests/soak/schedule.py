@@ -62,6 +62,7 @@ KINDS = (
     Kind("redis functions flushed", "redis", 1, (0, 0)),
     Kind("redis older", "redis", 2, (5, 30)),
     Kind("redis empty", "redis", 1, (0, 0)),
+    Kind("redis failover", "redis", 2, (0.5, 4)),
     Kind("redis slow", "redis", 1, (2, 6)),
     Kind("redis links swallow", "redis", 2, (1, 6)),
     Kind("redis links cut", "redis", 1, (0, 0)),
@@ -100,9 +101,9 @@ def draw(
         kind = rnd.choices(usable, [one.weight for one in usable])[0]
         target = rnd.choice([one for one in targets if one.startswith(kind.on)])
         lasts = round(rnd.uniform(*kind.seconds), 1)
-        if at + lasts > seconds:
+        if at > seconds:
             return found
-        if busy[target] <= at:
+        if busy[target] <= at and at + lasts <= seconds:
             found.append(Fault(round(at, 1), kind.name, target, lasts))
             busy[target] = at + lasts + SETTLE_SECONDS.get(kind.on, 0.0)
 

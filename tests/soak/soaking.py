@@ -15,7 +15,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -24,8 +26,8 @@ from actions import ACTIONS
 from answers import Checker
 from asker import drift
 from bridgeworld import LogReader
-from fleet import LARGE, Odds
-from schedule import KINDS, Fault, Kind, draw
+from fleet import LARGE, Engine, Odds
+from schedule import Fault, draw
 from verdict import Quiet, verdict
 from world import PARTITIONS, Plan, World
 
@@ -35,7 +37,8 @@ from kvledger_wire.records import Gap
 
 logger = logging.getLogger("soak")
 
-USABLE = frozenset({"exact", "at_least", "uncertain"})
+LIVE = frozenset({"exact", "at_least"})
+USABLE = LIVE | {"uncertain"}
 """Statuses of a rank that is followed."""
 
 BATCHES_PER_SECOND = 3.0
@@ -55,6 +58,7 @@ REST_SECONDS = 0.5
 """Between two empty batches of a rank that has nothing else to say."""
 
 PROGRESS_SECONDS = 30.0
+LIVE_SECONDS_MAX = 120.0
 TURN_SECONDS = 0.1
 SWITCH_SECONDS = 0.0005
 """Between threads of this process: its links forward what routers wait for, beside engines that hash."""
@@ -67,60 +71,120 @@ class Result(NamedTuple):
     totals: str
 
 
+class Trial(NamedTuple):
+    """What one fault did; ``heard`` counts the statuses of ranks in answers, from its begin until all is live."""
+
+    kind: str
+    seconds: float
+    live_seconds: float
+    heard: Counter[str]
+
+
 class Soak:
     """One run over a started world."""
 
-    def __init__(self, world: World, faults: Sequence[Fault], *, say: Callable[[str], None], canary: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        faults: Sequence[Fault],
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        canary: bool = False,
+    ) -> None:
         self._world = world
         self._faults = list(faults)
         self._say = say
         self._canary = canary
         self._checker = Checker(world.asker.process.log, world.engines, world.prompts)
-        self._over = threading.Event()
+        self._over, self._stopped = threading.Event(), threading.Event()
+        self._keeper = self._thread("keeper", self._keep)
         self._failed: list[str] = []
         self._done: Counter[str] = Counter()
         self._healed = 0.0
 
     def run(self, seconds: float) -> Result:
         """Use and break everything for so long, then let it rest and compare."""
-        world = self._world
-        keeper = threading.Thread(target=self._keep, name="keeper")
-        keeper.start()
+        with self.used():
+            self.suffer(seconds)
+        return self.reckon()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Engines serve inside, once everything is up; answers are judged from here on, until the reckoning."""
+        self._keeper.start()
+        self._rest(START_SECONDS_MAX, "everything is up")
+        users = self._thread("users", self._use)
+        users.start()
         try:
-            self._rest(START_SECONDS_MAX, "everything is up")
-            users = threading.Thread(target=self._use, name="users")
-            users.start()
-            self._break(seconds)
+            yield
+        finally:
             self._over.set()
             users.join()
+
+    def suffer(self, seconds: float) -> None:
+        """Every fault at its time, undone before this returns."""
+        start = time.monotonic()
+        threads = []
+        for fault in self._faults:
+            self._over.wait(max(0.0, start + fault.at - time.monotonic()))
+            self._say(str(fault))
+            threads.append(self._thread(fault.kind, partial(self._break, fault)))
+            threads[-1].start()
+        self._over.wait(max(0.0, start + seconds - time.monotonic()))
+        for thread in threads:
+            thread.join()
+
+    def trial(self, kind: str, target: str, seconds: float) -> Trial:
+        """One fault by itself: how long after it every rank is exact again, and what routers heard until then."""
+        before = Counter(self._checker.statuses)
+        self._break(Fault(0.0, kind, target, seconds))
+        over = time.monotonic()
+        heads = {engine: engine.life.head for engine in self._world.ranks}
+        while not all(self._is_live(engine, over, head) for engine, head in heads.items()):
+            if time.monotonic() > over + LIVE_SECONDS_MAX:
+                self._failed.append(f"{kind}: not live {LIVE_SECONDS_MAX:.0f} s after it")
+                break
+            self._over.wait(TURN_SECONDS)
+        return Trial(kind, seconds, time.monotonic() - over, Counter(self._checker.statuses) - before)
+
+    def reckon(self) -> Result:
+        """Let everything rest, compare, and end what judges answers."""
+        try:
             healing = time.monotonic()
             self._rest(QUIET_SECONDS_MAX, "everything is quiet")
             self._healed = time.monotonic() - healing
             self._rest(QUIET_SECONDS_MAX, "it stays so", seconds_min=STEADY_SECONDS)
-            world.asker.stop()
-            found = self._compare()
+            self._world.asker.stop()
+            found = self.compare()
         finally:
-            self._over.set()
-            self._stopped = True
-            keeper.join()
-        self._checker.poll()
-        crashed = [end for one in world.managed for end in one.ends if "Traceback" in end]
+            self._stopped.set()
+            self._keeper.join()
+        crashed = [end for one in self._world.managed for end in one.ends if "Traceback" in end]
         return Result([*self._failed, *self._checker.broken, *found, *crashed], self._totals())
 
     # ---- what goes on meanwhile, each on a thread of its own
 
-    _stopped = False
+    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """A thread whose failure is one of the run: without it the rest would prove nothing."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - whatever it was, the run is no proof
+                self._failed.append(f"{name} failed: {error!r}")
+
+        return threading.Thread(target=guarded, name=name, daemon=True)
 
     def _keep(self) -> None:
         """Processes that ended by themselves come back; answers are judged."""
         shown = time.monotonic()
-        while not self._stopped:
+        while not self._stopped.wait(TURN_SECONDS):
             self._world.keep()
             self._checker.poll()
             if time.monotonic() > shown + PROGRESS_SECONDS:
                 shown = time.monotonic()
                 self._say(self._totals())
-            time.sleep(TURN_SECONDS)
+        self._checker.poll()
 
     def _use(self) -> None:
         """Every engine serves at its own pace."""
@@ -132,27 +196,17 @@ class Soak:
             engine.step(drift(time.monotonic()))
             due[engine] += rnd.expovariate(BATCHES_PER_SECOND)
 
-    def _break(self, seconds: float) -> None:
-        """Every fault at its time, undone before this returns."""
-        start = time.monotonic()
-        threads = []
-        for fault in self._faults:
-            self._over.wait(max(0.0, start + fault.at - time.monotonic()))
-            self._say(str(fault))
-            thread = threading.Thread(target=self._suffer, args=(fault,), name=fault.kind)
-            thread.start()
-            threads.append(thread)
-        self._over.wait(max(0.0, start + seconds - time.monotonic()))
-        for thread in threads:
-            thread.join()
-
-    def _suffer(self, fault: Fault) -> None:
-        try:
-            with ACTIONS[fault.kind](self._world, fault.target):
-                self._over.wait(fault.seconds)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the run is no proof
-            self._failed.append(f"the fault {fault.kind} ({fault.target}) could not be done: {error!r}")
+    def _break(self, fault: Fault) -> None:
+        with ACTIONS[fault.kind](self._world, fault.target):
+            self._over.wait(fault.seconds)
         self._done[fault.kind] += 1
+
+    def _is_live(self, engine: Engine, since: float, head: int) -> bool:
+        """Whether a router heard, in answer to a question since then, what covers the batch ``head``."""
+        at, held = self._checker.settled.get(engine.name, (0.0, None))
+        return (
+            at >= since and held is not None and held.status in LIVE and held.as_of is not None and held.as_of >= head
+        )
 
     # ---- the end
 
@@ -207,7 +261,7 @@ class Soak:
                 late.append(f"{engine.name}: {held.status} ({held.reason})")
         return late
 
-    def _compare(self) -> list[str]:
+    def compare(self) -> list[str]:
         """Engines, log and index; a canary leaves out one claim."""
         world = self._world
         reader = LogReader(world.bootstrap, world.prefix, PARTITIONS)
@@ -263,23 +317,6 @@ class Soak:
         )
 
 
-def soak(
-    stack: Stack,
-    plan: Plan,
-    *,
-    seconds: float,
-    seed: int,
-    gap_seconds: float = GAP_SECONDS,
-    kinds: Sequence[Kind] = KINDS,
-    canary: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> Result:
-    """One run on servers of the stack."""
-    with World(stack, plan, seed, f"soak-{seed}") as world:
-        faults = draw(seed, seconds, world.targets, gap_seconds=gap_seconds, kinds=kinds)
-        return Soak(world, faults, say=say, canary=canary).run(seconds)
-
-
 def main(words: list[str]) -> int:
     """From the command line."""
     minutes, seed = float(words[0]), int(words[1])
@@ -287,8 +324,13 @@ def main(words: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     sys.setswitchinterval(SWITCH_SECONDS)
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-"))
-    with Stack(folder, local=True, progress=logger.info) as stack:
-        result = soak(stack, Plan(LARGE), seconds=minutes * 60, seed=seed, canary=canary, say=logger.info)
+    seconds = minutes * 60
+    with (
+        Stack(folder, local=True, progress=logger.info) as stack,
+        World(stack, Plan(LARGE), seed, f"soak-{seed}") as world,
+    ):
+        faults = draw(seed, seconds, world.targets, gap_seconds=GAP_SECONDS)
+        result = Soak(world, faults, say=logger.info, canary=canary).run(seconds)
     logger.info("%s", result.totals)
     if not result.broken:
         shutil.rmtree(folder)

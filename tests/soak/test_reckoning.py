@@ -38,7 +38,14 @@ def engine() -> Engine:
 
 
 def answer(*, at: float, seconds: float = 0.002, lag: float = 0.0, **held: Any) -> Answer:
-    said = {"replica": "calm", "rank": 0, "hit_tokens": 0, "status": "exact", "as_of": 0, "reason": ""} | held
+    said: dict[str, Any] = {
+        "replica": "calm",
+        "rank": 0,
+        "hit_tokens": 0,
+        "status": "exact",
+        "as_of": 0,
+        "reason": "",
+    } | held
     return Answer(at, seconds, lag, "plain", NUMBER, True, "", (Held(**said),))
 
 

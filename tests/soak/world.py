@@ -118,6 +118,11 @@ class Links(NamedTuple):
 class World:
     """Enter it to start everything; what it started ends with it, last first."""
 
+    redis: RedisControl
+    redis_read: Proxy
+    redis_write: Proxy
+    kafka_link: Proxy
+
     def __init__(self, stack: Stack, plan: Plan, seed: int, name: str) -> None:
         self.plan, self.seed, self.name = plan, seed, name
         self.prompts = draw_prompts(seed)
@@ -126,6 +131,7 @@ class World:
         self.links: dict[str, Links] = {}
         self.managed: list[Managed] = []
         self.kafka: KafkaControl | None = None
+        self._standby: RedisControl | None = None
         self._stack = stack
         self._folder = stack.folder.path
         self._exits = ExitStack()
@@ -174,6 +180,25 @@ class World:
         self._bridges[number] = fresh
         fresh.start()
         return fresh
+
+    def replicate(self) -> RedisControl:
+        """A replica that has all that the primary held a moment ago."""
+        if self._standby is None:
+            server = self._stack.new_redis(f"{self.name}-standby", append_only=True)
+            server.start()
+            self._standby = self._exits.enter_context(RedisControl(server))
+        self._standby.follow(self.redis)
+        return self._standby
+
+    def fail_over(self) -> None:
+        """The replica becomes the primary, new connections lead to it, and the old primary lives on as its replica."""
+        assert self._standby is not None, "replicate first"
+        old, new = self.redis, self._standby
+        new.promote()
+        for link in (self.redis_read, self.redis_write):
+            link.aim(new.address)
+        self.redis, self._standby = new, old
+        old.follow(new)
 
     def keep(self) -> None:
         """Start again what ended by itself."""

@@ -13,7 +13,6 @@ from fleet import Engine, Life, Prompt
 GRACE_SECONDS = 5.0
 """After an engine's restart, in which answers may still be of its former life."""
 
-DEADLINE_SECONDS = 0.020
 SLACK_SECONDS = 0.005
 """A question may take its deadline, this, and what its own loop was late by."""
 
@@ -36,6 +35,7 @@ class Answer(NamedTuple):
 
     at: float
     seconds: float
+    deadline: float
     lag: float
     model: str
     prompt: int
@@ -59,8 +59,8 @@ class Checker:
         self._at = 0
         self.statuses: Counter[str] = Counter()
         self.questions = self.no_opinion = 0
-        self.slowest = 0.0
-        """The longest that a question took beyond what its own loop was late by."""
+        self.slowest = float("-inf")
+        """The longest that a question took beyond its deadline and what its own loop was late by."""
         self.broken: list[str] = []
         self.settled: dict[str, tuple[float, Held]] = {}
         """Per rank the newest answer, and when it was asked for."""
@@ -83,9 +83,12 @@ class Checker:
         self.questions += 1
         self.no_opinion += not answer.opinion
         net = answer.seconds - answer.lag
-        self.slowest = max(self.slowest, net)
-        if net > DEADLINE_SECONDS + SLACK_SECONDS:
-            self._break(f"a question took {answer.seconds * 1e3:.1f} ms, its loop was late by {answer.lag * 1e3:.1f}")
+        self.slowest = max(self.slowest, net - answer.deadline)
+        if net > answer.deadline + SLACK_SECONDS:
+            self._break(
+                f"a question of {answer.deadline * 1e3:.0f} ms took {answer.seconds * 1e3:.1f}, its loop was late by "
+                f"{answer.lag * 1e3:.1f}; asked at {answer.at:.1f}"
+            )
         for held in answer.held:
             self.statuses[held.status] += 1
             name = f"{held.replica}/{held.rank}"

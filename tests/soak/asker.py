@@ -21,15 +21,22 @@ from fleet import POPULAR, Prompt, draw_prompts
 from kvledger_router import Index
 
 TICK_SECONDS = 0.001
+DEADLINES_SECONDS = (0.020, 0.5)
+"""What routers wait by default, and what leaves an answer also where the machine is busy; each with a breaker."""
+
 UNDER_WAY_MAX = 200
 """Questions at once; a loop that falls so far behind asks no more until it has caught up."""
 
 
 class Asker:
-    """One index per model; ``lag`` is by how much all ticks of the loop so far came late, in sum."""
+    """Two indexes per model; ``lag`` is by how much all ticks of the loop so far came late, in sum."""
 
     def __init__(self, url: str, namespace: str, prompts: list[Prompt], models: list[str], rnd: random.Random) -> None:
-        self._indexes = [Index.from_url(url, model=model, namespace=namespace) for model in models]
+        self._indexes = [
+            (deadline, Index.from_url(url, model=model, namespace=namespace, deadline_seconds=deadline))
+            for model in models
+            for deadline in DEADLINES_SECONDS
+        ]
         self._prompts = prompts
         self._rnd = rnd
         self._late = 0.0
@@ -43,9 +50,9 @@ class Asker:
             for number in itertools.count():
                 await asyncio.sleep(max(0.0, start + number / per_second - time.monotonic()))
                 if self._under_way < UNDER_WAY_MAX:
-                    group.create_task(self._ask(self._indexes[number % len(self._indexes)]))
+                    group.create_task(self._ask(*self._indexes[number % len(self._indexes)]))
 
-    async def _ask(self, index: Index) -> None:
+    async def _ask(self, deadline: float, index: Index) -> None:
         self._under_way += 1
         # mostly what is popular at the moment, which the engines hold; like them, it moves on with time
         number = self._rnd.randrange(len(self._prompts))
@@ -56,7 +63,7 @@ class Asker:
         took = time.monotonic() - at
         await asyncio.sleep(TICK_SECONDS)  # a tick that is late because of us is counted before we look
         holders = [(h.replica, h.rank, h.hit_tokens, h.status, h.as_of, h.reason) for h in match]
-        line = (at, took, self._late - late, index.model, number, match.opinion, match.reason, holders)
+        line = (at, took, deadline, self._late - late, index.model, number, match.opinion, match.reason, holders)
         sys.stdout.write(json.dumps(line) + "\n")
         self._under_way -= 1
 

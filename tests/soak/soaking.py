@@ -312,8 +312,9 @@ class Soak:
         return (
             f"{batches} batches of {lives} lives, {self._done.total()} faults, {ends} processes ended by themselves; "
             f"{checker.questions} questions, {checker.no_opinion} without an opinion, "
-            f"slowest {checker.slowest * 1e3:.1f} ms; ranks: {statuses}; {len(checker.broken)} promises broken; "
-            f"{self._gaps} gaps, {self._claims} claims, healed in {self._healed:.1f} s"
+            f"slowest {checker.slowest * 1e3:+.1f} ms of its deadline; ranks: {statuses}; "
+            f"{len(checker.broken)} promises broken; {self._gaps} gaps, {self._claims} claims, "
+            f"healed in {self._healed:.1f} s"
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import DEADLINE_SECONDS, GRACE_SECONDS, SLACK_SECONDS, Answer, Checker, Held
+from answers import GRACE_SECONDS, SLACK_SECONDS, Answer, Checker, Held
 from cache import HASH_BLOCK
 from fleet import PLAIN, Engine, draw_prompts
 from verdict import Claim, Quiet, verdict
@@ -17,6 +17,7 @@ from kvledger_wire.records import SCHEMA, Gap, Opened
 PROMPTS = draw_prompts(1)
 NUMBER = 0
 WHOLE = (len(PROMPTS[NUMBER].tokens) - 1) // HASH_BLOCK * HASH_BLOCK
+DEADLINE = 0.020
 RESTARTED = 100.0
 """When the engine of these tests began its second life."""
 
@@ -46,7 +47,7 @@ def answer(*, at: float, seconds: float = 0.002, lag: float = 0.0, **held: Any) 
         "as_of": 0,
         "reason": "",
     } | held
-    return Answer(at, seconds, lag, "plain", NUMBER, True, "", (Held(**said),))
+    return Answer(at, seconds, DEADLINE, lag, "plain", NUMBER, True, "", (Held(**said),))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def answer(*, at: float, seconds: float = 0.002, lag: float = 0.0, **held: Any) 
         ({"at": RESTARTED + GRACE_SECONDS - 1, "as_of": 1, "hit_tokens": WHOLE}, False),
         ({"at": RESTARTED + GRACE_SECONDS + 1, "as_of": 1, "hit_tokens": WHOLE}, True),
         ({"at": RESTARTED + GRACE_SECONDS + 1, "as_of": 0, "hit_tokens": 0}, False),
-        ({"at": 50, "seconds": DEADLINE_SECONDS + SLACK_SECONDS + 0.001}, True),
-        ({"at": 50, "seconds": DEADLINE_SECONDS + SLACK_SECONDS + 0.001, "lag": 0.002}, False),
+        ({"at": 50, "seconds": DEADLINE + SLACK_SECONDS + 0.001}, True),
+        ({"at": 50, "seconds": DEADLINE + SLACK_SECONDS + 0.001, "lag": 0.002}, False),
     ],
 )
 def test_an_answer_that_breaks_its_promise_is_noticed(engine: Engine, asked: dict[str, Any], broken: bool) -> None:
@@ -76,7 +77,7 @@ def test_an_answer_that_breaks_its_promise_is_noticed(engine: Engine, asked: dic
 
 def test_what_the_asker_writes_is_read_as_it_grows(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "asker.log"
-    line = b'[50.0, 0.002, 0.0, "plain", 0, true, "", [["calm", 0, %d, "exact", 1, ""]]]\n' % (WHOLE + HASH_BLOCK)
+    line = b'[50.0, 0.002, 0.02, 0.0, "plain", 0, true, "", [["calm", 0, %d, "exact", 1, ""]]]\n' % (WHOLE + HASH_BLOCK)
     checker = Checker(path, {engine.name: engine}, PROMPTS)
     path.write_bytes(line[:20])
     checker.poll()

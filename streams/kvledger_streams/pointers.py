@@ -20,7 +20,7 @@ from kvledger_streams.progress import Starts
 from kvledger_wire.replicas import ReplicaTable, begins
 
 LOOKUP_SECONDS_MAX = 30.0
-"""For one partition. Some thousand ranks take it (2 ms each, measured); reading a log from its start takes longer."""
+"""For one partition; a rank takes some milliseconds. Reading a log from its start takes longer."""
 
 TABLE_SECONDS_MAX = 5.0
 """How long a table of pointers is used again: all partitions of a worker are rebuilt at once. Older pointers are good,
@@ -86,7 +86,10 @@ class Pointers:
             "enable.auto.commit": False,
             "auto.offset.reset": "error",
             "enable.partition.eof": True,
+            # one record here, one there: with the client's defaults each takes half a second, with these 5 ms
             "fetch.message.max.bytes": FETCH_BYTES,
+            "fetch.wait.max.ms": 10,
+            "fetch.queue.backoff.ms": 5,
             "queued.min.messages": 1,
             "reconnect.backoff.max.ms": 500,
         }
@@ -119,15 +122,19 @@ class Pointers:
         for rank, pointer in table.pointers(partition, partitions).items():
             if pointer is None or pointer.offset < 0:
                 return Starts({}, f"{rank} has no pointer")
-            message = self._record_at(consumer, partition, pointer.offset, deadline)
+            place = TopicPartition(self._events, partition, pointer.offset)
+            if starts:
+                consumer.seek(place)
+            else:
+                consumer.assign([place])
+            message = self._next(consumer, pointer.offset, deadline)
             if message is None or not begins(rank, message.key(), message.value()):
                 return Starts({}, f"at {pointer.offset}, where {rank} points, is nothing to begin with")
             starts[rank] = pointer.offset
         return Starts(starts, "" if starts else "no rank of the partition is claimed")
 
-    def _record_at(self, consumer: Consumer, partition: int, offset: int, deadline: float) -> Any:
-        """The record at an offset of the event topic; None where there is none."""
-        consumer.assign([TopicPartition(self._events, partition, offset)])
+    def _next(self, consumer: Consumer, offset: int, deadline: float) -> Any:
+        """The record at ``offset``, where the consumer was sent; None where there is none."""
         while True:
             self._check_time(deadline)
             for message in consumer.consume(1, timeout=POLL_SECONDS):

@@ -89,6 +89,8 @@ class Checker:
                 f"a question of {answer.deadline * 1e3:.0f} ms took {answer.seconds * 1e3:.1f}, its loop was late by "
                 f"{answer.lag * 1e3:.1f}; asked at {answer.at:.1f}"
             )
+        if not answer.held:
+            self.statuses["unheard of"] += 1
         for held in answer.held:
             self.statuses[held.status] += 1
             name = f"{held.replica}/{held.rank}"

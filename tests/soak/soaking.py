@@ -33,12 +33,12 @@ from world import PARTITIONS, Plan, World
 
 from kvledger.stack import Stack
 from kvledger_index.model import MEDIA
+from kvledger_wire.accept import RankState
 from kvledger_wire.records import Gap
 
 logger = logging.getLogger("soak")
 
 LIVE = frozenset({"exact", "at_least"})
-USABLE = LIVE | {"uncertain"}
 """Statuses of a rank that is followed."""
 
 BATCHES_PER_SECOND = 3.0
@@ -202,11 +202,9 @@ class Soak:
         self._done[fault.kind] += 1
 
     def _is_live(self, engine: Engine, since: float, head: int) -> bool:
-        """Whether a router heard, in answer to a question since then, what covers the batch ``head``."""
+        """Whether a router heard, in answer to a question since then, of a batch behind ``head``."""
         at, held = self._checker.settled.get(engine.name, (0.0, None))
-        return (
-            at >= since and held is not None and held.status in LIVE and held.as_of is not None and held.as_of >= head
-        )
+        return at >= since and held is not None and held.status in LIVE and held.as_of is not None and held.as_of > head
 
     # ---- the end
 
@@ -216,7 +214,9 @@ class Soak:
         self._quieten()
         reader = LogReader(self._world.bootstrap, self._world.prefix, PARTITIONS)
         try:
-            while (late := self._behind(reader) + self._unheard(began)) or time.monotonic() < began + seconds_min:
+            while (
+                late := self._behind(reader) + self._unheard(reader, began)
+            ) or time.monotonic() < began + seconds_min:
                 if time.monotonic() > began + seconds:
                     self._failed.append(f"not within {seconds:.0f} s: {what}: {'; '.join(late)}")
                     return
@@ -250,15 +250,17 @@ class Soak:
                 )
         return late
 
-    def _unheard(self, since: float) -> list[str]:
-        """Ranks of which routers hear nothing that they could use: the newest answer to a question since then."""
+    def _unheard(self, reader: LogReader, since: float) -> list[str]:
+        """Ranks of which routers do not hear what the log says: the newest answer to a question since then."""
         late = []
         for engine in self._world.ranks:
             at, held = self._checker.settled.get(engine.name, (0.0, None))
+            rank = reader.ranks.get(engine.name)
+            due = best_status(rank.state) if rank else "exact"
             if held is None or at < since:
                 late.append(f"{engine.name}: no answer")
-            elif held.status not in USABLE:
-                late.append(f"{engine.name}: {held.status} ({held.reason})")
+            elif held.status != due:
+                late.append(f"{engine.name}: {held.status} instead of {due} ({held.reason})")
         return late
 
     def compare(self) -> list[str]:
@@ -316,6 +318,11 @@ class Soak:
             f"{len(checker.broken)} promises broken; {self._gaps} gaps, {self._claims} claims, "
             f"healed in {self._healed:.1f} s"
         )
+
+
+def best_status(state: RankState) -> str:
+    """What a rank that is followed must be called: nothing of these engines lacks a name for long."""
+    return "uncertain" if state.uncertain else "at_least" if state.partial else "exact"
 
 
 def main(words: list[str]) -> int:

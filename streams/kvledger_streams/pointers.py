@@ -108,7 +108,7 @@ class Pointers:
             for message in consumer.consume(RECORDS_PER_POLL, timeout=POLL_SECONDS):
                 error = message.error()
                 if error is None:
-                    table.take(message.key(), message.value())
+                    table.take(message.key(), message.value(), message.timestamp()[1])
                 elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - its public name
                     self._table = (time.monotonic(), table)
                     return table
@@ -118,29 +118,30 @@ class Pointers:
     def _check(
         self, consumer: Consumer, table: ReplicaTable, partition: int, partitions: int, deadline: float
     ) -> Starts:
+        consumer.assign([TopicPartition(self._events, partition, OFFSET_BEGINNING)])
+        first = self._next(consumer, deadline)
+        if first is None:
+            return Starts({}, "the log is empty")
         starts: dict[str, int] = {}
-        for rank, pointer in table.pointers(partition, partitions).items():
+        for rank, pointer in table.pointers(partition, partitions, first.timestamp()[1]).items():
             if pointer is None or pointer.offset < 0:
                 return Starts({}, f"{rank} has no pointer")
-            place = TopicPartition(self._events, partition, pointer.offset)
-            if starts:
-                consumer.seek(place)
-            else:
-                consumer.assign([place])
-            message = self._next(consumer, pointer.offset, deadline)
-            if message is None or not begins(rank, message.key(), message.value()):
+            consumer.seek(TopicPartition(self._events, partition, pointer.offset))
+            message = self._next(consumer, deadline)
+            found = message is not None and message.offset() == pointer.offset
+            if not found or not begins(rank, message.key(), message.value()):
                 return Starts({}, f"at {pointer.offset}, where {rank} points, is nothing to begin with")
             starts[rank] = pointer.offset
-        return Starts(starts, "" if starts else "no rank of the partition is claimed")
+        return Starts(starts, "" if starts else "nobody follows a rank of this partition")
 
-    def _next(self, consumer: Consumer, offset: int, deadline: float) -> Any:
-        """The record at ``offset``, where the consumer was sent; None where there is none."""
+    def _next(self, consumer: Consumer, deadline: float) -> Any:
+        """The record where the consumer was sent, or behind it; None where there is none."""
         while True:
             self._check_time(deadline)
             for message in consumer.consume(1, timeout=POLL_SECONDS):
                 error = message.error()
                 if error is None:
-                    return message if message.offset() == offset else None
+                    return message
                 if error.code() == KafkaError._PARTITION_EOF or error.code() in NOT_THERE:  # noqa: SLF001 - its public name
                     return None
                 raise KafkaException(error)

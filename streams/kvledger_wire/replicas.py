@@ -17,31 +17,38 @@ class ReplicaTable:
     def __init__(self) -> None:
         self._claimed: set[tuple[str, int]] = set()
         self._pointers: dict[tuple[str, int], dict[int, Pointer]] = {}
+        self._heard_ms: dict[tuple[str, int], int] = {}
 
-    def take(self, key: bytes | None, value: bytes | None) -> None:
-        """The next record; a key that names nobody is passed over. O(1)."""
+    def take(self, key: bytes | None, value: bytes | None, log_ms: int = 0) -> None:
+        """The next record, of a log time; a key that names nobody is passed over. O(1)."""
         rank = parse_claim_key(key)
         if rank is not None:
             (self._claimed.add if value else self._claimed.discard)(rank)
+            self._heard_ms[rank] = log_ms
             return
         pointer = parse_pointer_key(key)
         if pointer is None:
             return
         replica, number, owner = pointer
+        self._heard_ms[replica, number] = log_ms
         owners = self._pointers.setdefault((replica, number), {})
         if value:
             owners[owner] = _pointer_of(owner, value)
         else:
             owners.pop(owner, None)
 
-    def pointers(self, partition: int, partitions: int) -> dict[str, Pointer | None]:
+    def pointers(self, partition: int, partitions: int, since_ms: int = 0) -> dict[str, Pointer | None]:
         """Of each rank of a partition (``replica/rank``) the pointer of its highest owner that has one; None: it has
         none. O(ranks).
+
+        ``since_ms`` is the log time at which the partition's log begins. Ranks of which nothing was said here since are
+        left out: whoever follows a rank points several times in the time that a log reaches back, so nobody does, and
+        where it began is not in the log any more. Pods come and go, and not everyone leaves a tombstone.
         """
         return {
             rank_id(*rank): self.newest(*rank)
             for rank in sorted(self._claimed)
-            if partition_of(*rank, partitions) == partition
+            if partition_of(*rank, partitions) == partition and self._heard_ms[rank] >= since_ms
         }
 
     def newest(self, replica: str, rank: int) -> Pointer | None:

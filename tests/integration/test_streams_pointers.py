@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranklog import RankLog
 from redis.asyncio import Redis
 from streamsworld import PARTITIONS, Installation
 
@@ -106,8 +107,20 @@ async def test_pointers_count_only_where_the_rank_begins_there(world: Installati
     assert all("nothing to begin with" in each.why for each in found[2:])
 
 
-async def test_a_partition_without_a_claim_has_no_pointers(world: Installation) -> None:
-    assert await pointers(world).starts(0, PARTITIONS) == ({}, "no rank of the partition is claimed")
+async def test_ranks_that_nobody_follows_any_more_do_not_send_a_rebuild_to_the_logs_start(world: Installation) -> None:
+    """Its pod left no tombstone, and where it points is below the log's start, or was never written."""
+    gone, lives = [f"pod-{i}" for i in range(40) if world.place(f"pod-{i}/0/*".encode()) == 0][:2]
+    assert await pointers(world).starts(0, PARTITIONS) == ({}, "the log is empty")
+    world.beginnings = {f"{gone}/0": 7}
+    world.point()
+    rank = RankLog(world.log, lives, owner=3)
+    rank.open()
+    world.push()
+    assert await pointers(world).starts(0, PARTITIONS) == ({}, "nobody follows a rank of this partition")
+    del world.beginnings[f"{gone}/0"]
+    world.point()
+
+    assert await pointers(world).starts(0, PARTITIONS) == ({f"{lives}/0": 0}, "")
 
 
 async def test_a_look_ends_with_its_time_or_when_it_is_stopped(

@@ -63,6 +63,19 @@ def test_ranks_of_other_partitions_are_left_out() -> None:
     assert all(len(each) < len(names) for each in found)
 
 
+def test_a_rank_of_which_nothing_was_said_since_the_log_begins_is_left_out() -> None:
+    """Its pod is long gone and left no tombstone; it must not send every rebuild to the log's start."""
+    table = ReplicaTable()
+    key, value = claim_key("pod-a", 0), encode(Claim(0, -1, "bridge", "0"))
+    table.take(key, value, 1_000)
+    table.take(pointer_key("pod-a", 0, 7), encode(Pointer(0, 7, 39, 40)), 2_000)
+    seen = [list(table.pointers(HOME, PARTITIONS, since)) for since in (0, 2_000, 2_001)]
+    table.take(key, value, 3_000)
+
+    assert seen == [["pod-a/0"], ["pod-a/0"], []]
+    assert list(table.pointers(HOME, PARTITIONS, 2_001)) == ["pod-a/0"]
+
+
 def test_a_tombstone_takes_a_rank_out_and_a_new_claim_brings_it_back() -> None:
     table = ReplicaTable()
     claim(table)

@@ -134,8 +134,8 @@ def accept(state: RankState, group: int | str | None, record: EventRecord | None
     if record.owner > state.owner:
         effects = _end_load(state)
         _no_tail(state)
-        if not state.loaded or _starts_older_life(state, record):
-            state.life, state.n = NO_LIFE, -1  # that life belonged to owners who are fenced now
+        if _is_void(state, record):
+            state.life, state.n = NO_LIFE, -1
         state.suspended = True  # also when the Fence itself could not be read
         state.owner = record.owner
     if isinstance(record, Fence):
@@ -166,9 +166,12 @@ def _end_load(state: RankState) -> list[Effect]:
     return unload(state, state.at, "fenced within a checkpoint") if state.load else []
 
 
-def _starts_older_life(state: RankState, record: EventRecord) -> bool:
-    """Whether a higher owner restates a life below the one we follow: ours was opened behind that owner's Fence."""
-    return isinstance(record, Checkpoint) and record.part == 0 and record.life < state.life
+def _is_void(state: RankState, record: EventRecord) -> bool:
+    """Whether the known life means nothing to a higher owner, whose first record this is: nothing is held of it, or it
+    was opened behind that owner's Fence, which was not read, as the owner restates one below it.
+    """
+    behind = isinstance(record, Checkpoint) and record.part == 0 and record.life < state.life
+    return not state.loaded or behind
 
 
 def _lived(state: RankState, group: int | str | None, record: Lived, offset: int) -> list[Effect]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -431,11 +431,48 @@ def caught(monkeypatch: pytest.MonkeyPatch, name: str, instead: Any) -> bool:
     return False
 
 
-def test_canary_a_load_that_no_fence_ends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "_end_load", lambda _: [])
+def blind(*_: Any) -> list[Any]:
+    return []
+
+
+RULES: dict[str, tuple[str, Any, Callable[[], None]]] = {
+    "a fence ends a load": (
+        "_end_load",
+        blind,
+        lambda: test_any_record_but_the_next_part_ends_a_load("*", Fence(0, 1, "b", "v", "again")),
+    ),
+    "events end a load": ("unload", blind, lambda: test_any_record_but_the_next_part_ends_a_load(0, events(11))),
+    "a life that nobody holds is void to a higher owner": (
+        "_is_void",
+        lambda state, record: state.loaded and isinstance(record, Checkpoint),
+        test_a_higher_owner_over_an_unloaded_rank_may_restate_any_life,
+    ),
+    "a life opened behind a fence is void to its owner": (
+        "_is_void",
+        lambda state, _: not state.loaded,
+        test_a_higher_owner_whose_fence_was_not_read_may_restate_a_lower_life,
+    ),
+    "a part names residents only": (
+        "_is_whole",
+        lambda _: True,
+        lambda: test_a_part_that_does_not_say_what_is_held_loads_nothing(Change(REMOVED, 0, 7, 0.0, (RUN,))),
+    ),
+    "every hash of a lane is held": (
+        "_resident",
+        lambda held: held.change,
+        test_every_hash_of_a_lane_is_held_marked_or_not,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_canary_a_rule_that_is_switched_off_fails_its_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, instead, test = RULES[rule]
+    test()
+    monkeypatch.setattr(accepting, name, instead)
 
     with pytest.raises(AssertionError):
-        test_any_record_but_the_next_part_ends_a_load("*", Fence(0, 1, "b", "v", "again"))
+        test()
 
 
 def test_canary_a_load_that_is_complete_with_its_first_part_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

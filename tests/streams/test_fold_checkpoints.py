@@ -225,6 +225,13 @@ def test_a_sign_of_life_is_heard_and_proves_nothing() -> None:
     assert [unit.now.unproven_ms for unit in units] == [0, 0, 1, 2, 0]
 
 
+def test_canary_a_sign_of_life_that_counts_as_proof_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "proves", lambda _: True)
+
+    with pytest.raises(AssertionError):
+        test_a_sign_of_life_is_heard_and_proves_nothing()
+
+
 async def test_the_last_proof_outlives_the_worker_that_read_it() -> None:
     rank, log = opened_rank()
     rank.batch((0, "gpu", "store", KEYS, 0, 1))

@@ -185,8 +185,8 @@ def test_a_request_that_is_lost_is_sent_again(engine: StandIn, open_tap: Open, m
     lost = iter([True])
 
     class Lossy(Faults):
-        @property
-        def replay_silent(self) -> bool:  # type: ignore[misc]  # what an attribute is to the rest
+        @property  # type: ignore[misc]
+        def replay_silent(self) -> bool:
             return next(lost, False)
 
         @replay_silent.setter

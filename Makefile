@@ -6,13 +6,15 @@ PYTEST_ARGS ?=
 FAMILIES ?= gemma3 llama lfm2 mistral llama4
 REQUESTS ?= 40
 SEED ?= 1
+RUNS ?= 2000
+LENGTH ?= 300
 VLLM ?= 0.32.0
 MINUTES ?= 20
 CANARY ?=
 SECONDS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test live soak outage lint format pins jars clean
+.PHONY: help setup demo test model live soak outage lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +28,9 @@ demo: setup ## replay three recorded engines through Kafka, Faust and Redis, and
 
 test: setup ## run all tests, against a real Kafka and Redis (PYTEST_ARGS='-k name' for some)
 	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+model: setup ## play random schedules of all faults through the model of the protocol (RUNS=2000 SEED=1 LENGTH=300)
+	@$(VENV)/python tests/model/protocol/protocol_schedules.py run $(RUNS) --seed $(SEED) --length $(LENGTH)
 
 live: setup ## predict a real vLLM on this CPU, request by request (6 GB; FAMILIES="llama" REQUESTS=40 VLLM=0.32.0)
 	@$(VENV)/python -m kvledger.live --families "$(FAMILIES)" --requests $(REQUESTS) --vllm $(VLLM) --seed $(SEED) --verify

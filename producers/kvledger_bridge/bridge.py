@@ -3,6 +3,7 @@
 ``_turn`` is the system. Every step of it is bounded, so that neither a busy engine nor a slow Kafka starves the others:
 
     Kafka: what was delivered, what failed, who else claims     -> sessions
+    ranks that are read back from the log: a bounded time       -> sessions
     engines: wait for frames, read them, drain the monitors     -> sessions
     sessions: step, bounded batches each, in rotating order     -> commands
     commands: records to Kafka, requests and sockets to engines
@@ -19,6 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,9 +33,11 @@ from kvledger_bridge.commands import (
     Command,
     DeadLetter,
     DropReplay,
+    Forget,
     Note,
     OpenData,
     Rank,
+    Restore,
     Write,
 )
 from kvledger_bridge.commands import Counts as SessionCounts
@@ -43,12 +47,28 @@ from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.engine import Session
 from kvledger_bridge.ledger import Ledger
 from kvledger_bridge.publish import Publisher
+from kvledger_bridge.restorer import Restorer
+from kvledger_bridge.schedule import Schedule
 from kvledger_bridge.settings import Settings, checked
 from kvledger_bridge.sockets import Link, Sockets
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_wire.accept import NO_LIFE
 from kvledger_wire.partition import rank_id
-from kvledger_wire.records import EventRecord, Fence, Gap, Life, Opened, Resumed, Suspended
+from kvledger_wire.records import (
+    SCHEMA,
+    Checkpoint,
+    Claim,
+    EventRecord,
+    Fence,
+    Gap,
+    Life,
+    Opened,
+    Pointer,
+    ReplicaRecord,
+    Restoring,
+    Resumed,
+    Suspended,
+)
 
 IDLE_SECONDS = 0.02
 """Longest wait of a turn: bounds how late a timer or a stop is noticed."""
@@ -58,6 +78,9 @@ AWAITING_SECONDS = 0.002
 
 STALLED_SECONDS = 0.02
 """How long a turn waits for Kafka alone while its queue is full."""
+
+CHECKPOINT_LOOK_SECONDS = 0.5
+"""How often it is looked at whose checkpoint is due."""
 
 LATE_BATCHES = 3
 """Batches that only replay brought, and none live: then the live address or topic is wrong."""
@@ -83,15 +106,25 @@ class RankStatus(NamedTuple):
 class _Seat:
     """One rank at the table: its session, its sockets and what is remembered for the log."""
 
-    def __init__(self, config: RankConfig, session: Session, link: Link, now: float) -> None:
+    def __init__(self, config: RankConfig, session: Session, link: Link, schedule: Schedule, now: float) -> None:
         self.config = config
         self.session = session
         self.link = link
+        self.schedule = schedule
         self.who = (config.replica, config.rank)
         self.name = rank_id(*self.who)
         self.since = now
         self.told_silent = False
         self.reading: Future[str | None] | None = None
+
+
+class _Shell(NamedTuple):
+    """What one run talks through; made in the thread that uses it."""
+
+    sockets: Sockets
+    publisher: Publisher
+    restorer: Restorer
+    readers: ThreadPoolExecutor
 
 
 class Bridge:
@@ -119,6 +152,7 @@ class Bridge:
         self._seats: list[_Seat] = []
         self._by_who: dict[tuple[str, int], _Seat] = {}
         self._first = self._loads = 0
+        self._look_at = 0.0
         self._stalled_at: float | None = None
         self._reported_at = 0.0
 
@@ -186,20 +220,24 @@ class Bridge:
 
     def _serve(self, publisher: Publisher) -> None:
         publisher.start()
+        restorer = publisher.restorer(self._clock)
         unsent = 0
         try:
             with Sockets() as sockets, ThreadPoolExecutor(IDENTITY_THREADS, "kvledger-identity") as readers:
-                self._take_seats(sockets)
+                self._take_seats(sockets, publisher.retention_seconds)
+                shell = _Shell(sockets, publisher, restorer, readers)
                 while not self._stop.is_set():
-                    self._turn(sockets, publisher, readers)
+                    self._turn(shell)
                 self.telemetry.stopping()
                 readers.shutdown(wait=False, cancel_futures=True)
         finally:
+            restorer.close()
             unsent = publisher.stop(0.0 if self._abort.is_set() else self.settings.stop_seconds)
         self.telemetry.stopped(clean=unsent == 0, unsent=unsent, **self._totals())
 
-    def _take_seats(self, sockets: Sockets) -> None:
+    def _take_seats(self, sockets: Sockets, retention_seconds: float) -> None:
         now = self._clock()
+        rates = self.settings.rates(retention_seconds)
         self._reported_at = now
         for config in self._ranks:
             replay = config.endpoints.replay is not None
@@ -211,20 +249,23 @@ class Bridge:
                 version=_version(),
                 limits=self.settings.limits,
             )
-            seat = _Seat(config, session, sockets.link(config.endpoints), now)
+            seat = _Seat(config, session, sockets.link(config.endpoints), Schedule(rates), now)
             self._seats.append(seat)
             self._by_who[seat.who] = seat
 
-    def _turn(self, sockets: Sockets, publisher: Publisher, readers: ThreadPoolExecutor) -> None:
+    def _turn(self, shell: _Shell) -> None:
+        publisher = shell.publisher
         now = self._clock()
         self.telemetry.counters.turns += 1
-        self._take_deliveries(publisher)
-        self._take_claims(publisher)
+        self._take_deliveries(publisher, now)
+        self._take_replicas(publisher)
         publisher.look_at_topics(now)
         if publisher.fatal:
-            self._rebuild(publisher)
+            self._rebuild(shell)
         stalled = self._is_stalled(publisher, now)
-        ready = set() if stalled else sockets.wait(self._patience())
+        self._restore(shell, now)
+        self._checkpoint(publisher, now)
+        ready = set() if stalled else shell.sockets.wait(self._patience(shell.restorer))
         now = self._clock()
         self._loads = sum(seat.session.loading for seat in self._seats)
         for seat in self._in_turn():
@@ -233,11 +274,11 @@ class Bridge:
                 self._pump(seat, stalled=stalled)
             seat.link.tick(seat.session, now)
             if not stalled:
-                self._step(seat, now, publisher, readers)
+                self._step(seat, now, shell)
         self._watch_silence(now)
         self._report(now, publisher)
 
-    def _take_deliveries(self, publisher: Publisher) -> None:
+    def _take_deliveries(self, publisher: Publisher, now: float) -> None:
         """What Kafka took, and what it did not."""
         for who, record, offset, why in publisher.serve(STALLED_SECONDS if self._stalled_at is not None else 0.0):
             seat = self._by_who[who]
@@ -245,22 +286,64 @@ class Bridge:
                 seat.session.failed(record, why)
                 continue
             seat.session.acknowledged(record, offset)
-            if isinstance(record, Fence) and record.owner == seat.session.owner:
-                self.telemetry.claimed(seat.name, record.owner, record.why)
+            self._note_delivery(seat, record, offset, now)
 
-    def _take_claims(self, publisher: Publisher) -> None:
-        """Ranks that another bridge claimed: the higher claim wins."""
+    def _note_delivery(self, seat: _Seat, record: EventRecord | ReplicaRecord, offset: int, now: float) -> None:
+        match record:
+            case Fence(owner=owner, why=why) if owner == seat.session.owner:
+                self.telemetry.claimed(seat.name, owner, why)
+            case Pointer(owner=owner, offset=at) if owner == seat.session.owner and seat.session.life[0] >= 0:
+                seat.schedule.pointed(at, now)
+                if seat.session.counts.checkpoints:
+                    self.telemetry.checkpointed(seat.name, offset=at, bytes_=seat.schedule.size)
+            case Pointer() | Claim() | Restoring():
+                return  # of the other topic
+        seat.schedule.grew(offset)
+
+    def _take_replicas(self, publisher: Publisher) -> None:
+        """Ranks that another bridge claimed, as the higher claim wins; and the pointers that were inherited."""
         for who, owner in publisher.claims():
             seat = self._by_who.get(who)
             if seat is not None:
                 seat.session.superseded(owner)
+        for seat in self._seats:
+            if seat.session.phase is Phase.POINTING and publisher.read_to >= seat.session.owner:
+                seat.session.pointed(publisher.pointer(seat.who))
 
-    def _rebuild(self, publisher: Publisher) -> None:
+    def _rebuild(self, shell: _Shell) -> None:
         """A fatal producer stays dead: a new one, and every rank claims anew, so nothing of the old one counts."""
-        why = f"the producer was rebuilt: {publisher.fatal}"
-        publisher.rebuild()
+        why = f"the producer was rebuilt: {shell.publisher.fatal}"
+        shell.publisher.rebuild()
+        shell.restorer.clear()
         for seat in self._seats:
             seat.session.release(why)
+
+    def _restore(self, shell: _Shell, now: float) -> None:
+        """Read ranks back from the log for a moment; what takes long is said where other bridges see it."""
+        if not shell.restorer.busy:
+            return
+        for who, owner in shell.restorer.owners(self.settings.restoring_seconds):
+            shell.publisher.announce(who, Restoring(SCHEMA, owner))
+        for done in shell.restorer.work():
+            seat = self._by_who[done.who]
+            if done.recalled is None:
+                seat.session.unrestorable(done.owner, done.why)
+                continue
+            seat.session.restored(done.owner, *done.recalled)
+            seat.schedule.pointed(max(0, done.start), now, age=done.age, size=done.bytes)
+
+    def _checkpoint(self, publisher: Publisher, now: float) -> None:
+        """One rank at a time writes its ledger: each is a burst."""
+        if now < self._look_at or any(seat.session.checkpointing for seat in self._seats):
+            return
+        self._look_at = now + CHECKPOINT_LOOK_SECONDS
+        for seat in self._in_turn():
+            ranks = partial(publisher.ranks_beside, seat.who)
+            if seat.schedule.due(now, record_bytes=publisher.record_bytes, ranks=ranks):
+                self._look_at = now
+                seat.schedule.asked(now)
+                seat.session.checkpoint()
+                return
 
     def _is_stalled(self, publisher: Publisher, now: float) -> bool:
         """Whether Kafka's queue is full: engines are not read then, only their monitors are."""
@@ -273,8 +356,10 @@ class Bridge:
             self._stalled_at = None
         return self._stalled_at is not None
 
-    def _patience(self) -> float:
+    def _patience(self, restorer: Restorer) -> float:
         """How long this turn may wait for engines."""
+        if restorer.busy:
+            return AWAITING_SECONDS
         if any(seat.session.ready for seat in self._seats):
             return 0.0
         return AWAITING_SECONDS if any(seat.session.awaiting for seat in self._seats) else IDLE_SECONDS
@@ -291,23 +376,42 @@ class Bridge:
         if seat.link.failed:
             self.telemetry.data_failed(seat.name, seat.config.endpoints.data)
 
-    def _step(self, seat: _Seat, now: float, publisher: Publisher, readers: ThreadPoolExecutor) -> None:
+    def _step(self, seat: _Seat, now: float, shell: _Shell) -> None:
         before = seat.session.loading
         may_load = self._loads < self.settings.loads_max
         commands = seat.session.step(now, batches_max=self.settings.turn_batches_max, may_load=may_load)
         self._loads += seat.session.loading - before
         for command in commands:
-            self._execute(seat, command, now, publisher, readers)
+            if not self._produce(seat, command, now, shell):
+                self._execute(seat, command, now, shell)
 
-    def _execute(
-        self, seat: _Seat, command: Command, now: float, publisher: Publisher, readers: ThreadPoolExecutor
-    ) -> None:
+    def _produce(self, seat: _Seat, command: Command, now: float, shell: _Shell) -> bool:
+        """What a session wants of Kafka; False: of something else."""
+        publisher = shell.publisher
         match command:
             case Write(group=group, record=record):
-                publisher.write(seat.who, group, record)
+                size = publisher.write(seat.who, group, record)
+                if isinstance(record, Checkpoint):
+                    seat.schedule.wrote(size, first=record.part == 0)
                 self._tell(seat, record)
             case Announce(record=record):
                 publisher.announce(seat.who, record)
+            case Forget(owner=owner):
+                publisher.forget(seat.who, owner)
+            case Restore(owner=owner, start=start, end=end):
+                shell.restorer.ask(seat.who, seat.config.entry, owner=owner, start=start, end=end)
+            case DeadLetter(seq=seq, reason=reason, digest=digest, raw=raw):
+                self.telemetry.unreadable(seat.name, seq=seq, reason=reason, size=len(raw), digest=digest)
+                publisher.dead_letter(
+                    seat.who, owner=seat.session.owner, seq=seq, reason=reason, digest=digest, raw=raw, now=now
+                )
+            case _:
+                return False
+        return True
+
+    def _execute(self, seat: _Seat, command: Command, now: float, shell: _Shell) -> None:
+        """What it wants of the engine's sockets."""
+        match command:
             case OpenData():
                 seat.link.open_data(now)
             case AskReplay(start=start):
@@ -316,14 +420,9 @@ class Bridge:
                 seat.link.drop_replay()
             case AskProcess():
                 if self._identity is not None:
-                    seat.reading = readers.submit(self._identity, seat.config)
+                    seat.reading = shell.readers.submit(self._identity, seat.config)
             case CloseAll():
                 seat.link.close()
-            case DeadLetter(seq=seq, reason=reason, digest=digest, raw=raw):
-                self.telemetry.unreadable(seat.name, seq=seq, reason=reason, size=len(raw), digest=digest)
-                publisher.dead_letter(
-                    seat.who, owner=seat.session.owner, seq=seq, reason=reason, digest=digest, raw=raw, now=now
-                )
             case Note(code=code, text=text):
                 self.telemetry.noted(seat.name, code, text)
 

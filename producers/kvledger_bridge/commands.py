@@ -70,6 +70,22 @@ class Announce(NamedTuple):
     record: ReplicaRecord
 
 
+class Forget(NamedTuple):
+    """Take back the pointers of owners below ``owner``: an own one stands."""
+
+    owner: int
+
+
+class Restore(NamedTuple):
+    """Read the rank's log from ``start`` (-1: its beginning) up to the Fence at ``end``; answer with ``restored`` or
+    ``unrestorable``, and ``owner``.
+    """
+
+    owner: int
+    start: int
+    end: int
+
+
 class OpenData(NamedTuple):
     """Close the live socket, if there is one, and open a new one: nothing queued before may be seen again."""
 
@@ -108,7 +124,9 @@ class Note(NamedTuple):
     text: str
 
 
-Command = Write | Announce | OpenData | AskReplay | DropReplay | AskProcess | CloseAll | DeadLetter | Note
+Command = (
+    Write | Announce | Forget | Restore | OpenData | AskReplay | DropReplay | AskProcess | CloseAll | DeadLetter | Note
+)
 
 
 class Counts(msgspec.Struct):
@@ -132,3 +150,6 @@ class Counts(msgspec.Struct):
     lives: int = 0
     suspended: int = 0
     claims: int = 0
+    restored: int = 0
+    """Lives that were taken up from the log."""
+    checkpoints: int = 0

@@ -22,9 +22,11 @@ class Phase(Enum):
     CLAIMING = "claiming"
     """The claim is not acknowledged: nobody knows the owner number yet."""
     POINTING = "pointing"
-    """The pointer that a reader would start from is written under the new number. A later issue reads one here."""
+    """The pointer of the owner before is looked for, and written again under the new number."""
     FENCING = "fencing"
-    """The fence is written. A later issue restores the ledger up to it before the next phase."""
+    """The fence is written: what earlier owners still write behind it counts no more."""
+    RESTORING = "restoring"
+    """The ledger is read from the log, from the pointer up to the fence."""
     OPENING = "opening"
     """No life: the rank's cache is read from its start, or from the oldest batch that can be had."""
     FOLLOWING = "following"
@@ -32,7 +34,7 @@ class Phase(Enum):
     SUSPECT = "suspect"
     """A life, but whether the engine still lives it is not known: nothing is applied."""
     CLOSED = "closed"
-    """Another bridge owns the rank; nothing is written any more."""
+    """Another bridge owns the rank; nothing is written, unless that one falls silent."""
 
 
 class Move(Enum):
@@ -41,24 +43,30 @@ class Move(Enum):
     CLAIMED = "claimed"
     POINTED = "pointed"
     FENCED = "fenced"
+    RESTORED = "restored"
+    UNRESTORED = "unrestored"
     OPENED = "opened"
     DOUBTED = "doubted"
     PROVEN = "proven"
     BROKEN = "broken"
     RELEASED = "released"
     SUPERSEDED = "superseded"
+    LAPSED = "lapsed"
 
 
 TABLE: dict[tuple[Phase, Move], Phase] = {
     (Phase.CLAIMING, Move.CLAIMED): Phase.POINTING,
     (Phase.POINTING, Move.POINTED): Phase.FENCING,
-    (Phase.FENCING, Move.FENCED): Phase.OPENING,
+    (Phase.FENCING, Move.FENCED): Phase.RESTORING,
+    (Phase.RESTORING, Move.RESTORED): Phase.SUSPECT,
+    (Phase.RESTORING, Move.UNRESTORED): Phase.OPENING,
     (Phase.OPENING, Move.OPENED): Phase.FOLLOWING,
     (Phase.FOLLOWING, Move.DOUBTED): Phase.SUSPECT,
     (Phase.SUSPECT, Move.PROVEN): Phase.FOLLOWING,
     (Phase.SUSPECT, Move.BROKEN): Phase.OPENING,
     **{(phase, Move.RELEASED): Phase.CLAIMING for phase in Phase if phase is not Phase.CLOSED},
     **{(phase, Move.SUPERSEDED): Phase.CLOSED for phase in Phase if phase is not Phase.CLOSED},
+    (Phase.CLOSED, Move.LAPSED): Phase.CLAIMING,
 }
 
 OWNING = frozenset({Phase.OPENING, Phase.FOLLOWING, Phase.SUSPECT})

@@ -19,45 +19,30 @@ Reading before draining and draining before stepping is what makes a restart vis
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvledger_bridge.commands import (
-    Announce,
     AskProcess,
     AskReplay,
-    CloseAll,
     Command,
-    Counts,
     DropReplay,
     Ledger,
     Limits,
     Note,
     OpenData,
     Rank,
-    Write,
 )
-from kvledger_bridge.continuity import OWNING, First, Move, Nothing, Phase, Process, Request, after, judge
-from kvledger_bridge.errors import Bug
+from kvledger_bridge.continuity import OWNING, First, Move, Nothing, Phase, Process, Request, judge
 from kvledger_bridge.inbox import Inbox
-from kvledger_bridge.lifelog import LifeLog, digest_of
+from kvledger_bridge.lifelog import digest_of
+from kvledger_bridge.snapshot import Part, parts
+from kvledger_bridge.tenure import Tenure
 from kvledger_index.model import ModelEntry
-from kvledger_wire.partition import RANK_WIDE
-from kvledger_wire.records import (
-    LIVE,
-    REPLAYED,
-    SCHEMA,
-    Claim,
-    EventRecord,
-    Fence,
-    Life,
-    Opened,
-    Pointer,
-    ReplicaRecord,
-)
+from kvledger_wire.records import LIVE, REPLAYED
 
 
-class Session:
+class Session(Tenure):
     """One rank from claim to close. Not thread-safe; see the module's docstring for the order of calls."""
 
     def __init__(
@@ -66,22 +51,19 @@ class Session:
         *,
         decode: Callable[[bytes], Any],
         ledger: Callable[[ModelEntry], Ledger],
+        snapshot: Callable[[Any, int], Iterator[Part]] = parts,
         bridge: str,
         version: str = "",
         limits: Limits | None = None,
     ) -> None:
-        self.rank = rank
-        self.phase = Phase.CLAIMING
-        self.counts = Counts()
+        bounds = limits or Limits()
+        super().__init__(
+            rank, decode=decode, ledger=ledger, snapshot=snapshot, bridge=bridge, version=version, limits=bounds
+        )
         self.attached = False
-        self._limits = limits or Limits()
-        self._bridge = bridge
-        self._version = version
-        self._why = "first contact"
-        self._out: list[Command] = [OpenData()]
-        self._log = LifeLog(rank, self._out, self.counts, decode=decode, ledger=ledger)
+        self._out.append(OpenData())
+        self._checkpoint_wanted = False
         # what was read and not applied
-        bounds = self._limits
         self._live = Inbox(messages_max=bounds.live_batches_max, bytes_max=bounds.live_bytes_max)
         self._answers = Inbox(messages_max=bounds.replay_batches_max, bytes_max=bounds.replay_bytes_max)
         # the present connection
@@ -94,11 +76,6 @@ class Session:
         self._again = False
         self._stuck = self._silent = 0
         self._retry_at = self._probe_at = 0.0
-        # ownership
-        self._awaited: EventRecord | ReplicaRecord | None = None
-        self._fence = self._foreign = self._owned_last = -1
-        self._claim_at, self._claim_tries = 0.0, 0
-        self._now = 0.0
 
     # ---- what the caller saw
 
@@ -170,70 +147,7 @@ class Session:
         else:
             self._new_life("the engine's process is another one")
 
-    def acknowledged(self, record: EventRecord | ReplicaRecord, offset: int) -> None:
-        """Kafka holds ``record`` at ``offset``. Acknowledgements of earlier owners and lives are ignored."""
-        if isinstance(record, Opened) and record.life == self.life:
-            # written only now: a pointer counts only if what it names is there
-            self._out.append(Announce(Pointer(SCHEMA, self.owner, self._fence, offset)))
-        if record is not self._awaited:
-            return
-        self._awaited = None
-        match record:
-            case Claim():
-                self._claimed(offset)
-            case Pointer():
-                self._move(Move.POINTED)
-                fence = Fence(SCHEMA, self.owner, self._bridge, self._version, self._why)
-                self._awaited = fence
-                self._out.append(Write(RANK_WIDE, fence))
-            case Fence():
-                # Here the ledger will be restored from the pointer up to this fence, and the life be resumed.
-                self._move(Move.FENCED)
-                self._fence, self._claim_tries, self._retry_at = offset, 0, 0.0
-            case _:
-                msg = f"a {type(record).__name__} was awaited"
-                raise Bug(msg)
-
-    def failed(self, record: EventRecord | ReplicaRecord, why: str) -> None:
-        """Kafka does not hold ``record``: what this owner wrote has a hole, so the rank is claimed anew."""
-        if record is self._awaited or (record.owner == self.owner and self.phase in OWNING):
-            self.release(f"delivery failed: {why}")
-
-    def release(self, why: str) -> None:
-        """Claim anew: the producer was rebuilt, or a record of this owner is lost. Ends in a new life."""
-        if self.phase is Phase.CLOSED:
-            return
-        self._move(Move.RELEASED)
-        self._unsay()
-        self._log.own(-1)
-        self._fence, self._why = -1, why
-        self._claim_tries += 1
-        self._claim_at = self._now + self._pause(self._claim_tries)
-        self._reopen()
-
-    def superseded(self, owner: int) -> None:
-        """Another bridge claimed the rank at ``owner``: the higher claim wins."""
-        self._foreign = max(self._foreign, owner)
-        if self.phase is Phase.CLOSED or self.owner < 0 or self._foreign < self.owner:
-            return  # without an own number yet, the acknowledgement of the claim decides
-        self._close()
-
     # ---- what the caller asks
-
-    @property
-    def owner(self) -> int:
-        """The own number; -1 while it is not known."""
-        return self._log.owner
-
-    @property
-    def life(self) -> Life:
-        """The life that records are written for."""
-        return self._log.life
-
-    @property
-    def last(self) -> int:
-        """The last engine sequence that the log covers; -1: none."""
-        return self._log.seq
 
     @property
     def wants_live(self) -> bool:
@@ -251,15 +165,24 @@ class Session:
         return self._ask is not None and self._ask.load
 
     @property
-    def awaiting(self) -> bool:
-        """Whether an acknowledgement of Kafka is awaited."""
-        return self._awaited is not None
-
-    @property
     def ready(self) -> bool:
         """Whether another step would do something at once."""
         live = len(self._live) and self.phase is Phase.FOLLOWING and self._sewn
-        return bool(self._answers or self._out or (live and self._live.first <= self.last + 1))
+        return bool(
+            self._answers or self._out or self._log.checkpointing or (live and self._live.first <= self.last + 1)
+        )
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether a checkpoint is being written, or will be as soon as there is a life."""
+        return self._checkpoint_wanted or self._log.checkpointing
+
+    def checkpoint(self) -> None:
+        """Write the ledger as it stands, one part per step; nothing is applied meanwhile.
+
+        Given up if anything else has to be said of the rank: then ask again.
+        """
+        self._checkpoint_wanted = True
 
     def step(self, now: float, *, batches_max: int, may_load: bool = True) -> list[Command]:
         """Apply at most ``batches_max`` batches and return the commands due, in order.
@@ -273,8 +196,9 @@ class Session:
         if self.phase is Phase.CLAIMING:
             self._claim()
         elif self.phase in OWNING:
-            left = self._take_answers(batches_max)
-            self._take_live(left)
+            if not self._checkpoint():
+                left = self._take_answers(batches_max)
+                self._take_live(left)
             self._watch_answer()
             self._request(may_load=may_load)
         out = list(self._out)
@@ -282,39 +206,21 @@ class Session:
         self._stale = False
         return out
 
-    # ---- ownership
-
-    def _claim(self) -> None:
-        if self._awaited is None and self._now >= self._claim_at:
-            self._awaited = Claim(SCHEMA, -1, self._bridge, self._version)
-            self.counts.claims += 1
-            self._out.append(Announce(self._awaited))
-
-    def _claimed(self, offset: int) -> None:
-        before, self._owned_last = self._owned_last, max(offset, self._owned_last)
-        self._log.own(offset)
-        if offset <= before:
-            self._close(Note("claims_went_back", f"owner {offset} after {before}"))
-            return
-        if self._foreign > offset:
-            self._close()
-            return
-        self._move(Move.CLAIMED)
-        # Here the pointer of the highest earlier owner will be read and inherited. With nothing to inherit: log start.
-        self._awaited = Pointer(SCHEMA, self.owner, -1, -1)
-        self._out.append(Announce(self._awaited))
-
-    def _close(self, note: Note | None = None) -> None:
-        self._move(Move.SUPERSEDED)
+    def _quit(self) -> None:
         self._live.clear()
         self._drop_answers()
-        self._unsay()
-        self._out += [note or Note("superseded", f"owner {self._foreign} is above {self.owner}"), CloseAll()]
 
-    def _unsay(self) -> None:
-        """Forget records that were not handed out: this owner writes no more."""
-        self._awaited = None
-        self._out[:] = [command for command in self._out if not isinstance(command, Write | Announce)]
+    # ---- checkpoints
+
+    def _checkpoint(self) -> bool:
+        """Write a part, if one is due; whether one was."""
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
+        if wanted and self.phase in {Phase.FOLLOWING, Phase.SUSPECT} and not self._log.checkpointing:
+            self._log.begin_checkpoint()
+        if not self._log.checkpointing:
+            return False
+        self._log.write_part()
+        return True
 
     # ---- answers of the replay endpoint
 
@@ -412,7 +318,7 @@ class Session:
             self._request_process()
             return
         load = probe = self.phase is Phase.OPENING
-        if self._ask is not None or self._now < self._retry_at or (load and not may_load):
+        if self._ask is not None or self._now < self._retry_at or (load and not may_load) or not self._provable():
             return
         expected = -1
         if self.phase is Phase.FOLLOWING:
@@ -428,9 +334,15 @@ class Session:
         self._ask = Request(start, self._log.known(), self._now, expected, written, load, probe and not load)
         self._out.append(AskReplay(start))
 
+    def _provable(self) -> bool:
+        """Whether an answer may end a suspicion: proven while SUB is away, a restart before it is back would go unseen
+        until the next probe.
+        """
+        return self.attached or self.phase is not Phase.SUSPECT
+
     def _request_process(self) -> None:
         if self.phase is Phase.SUSPECT and not self.rank.process:
-            self._new_life("the connection broke, and without a replay endpoint nothing proves the same engine")
+            self._new_life("without a replay endpoint nothing proves the same engine")
         wanted = self.rank.process and self.attached and self.phase is not Phase.FOLLOWING
         if wanted and not (self._identity_read or self._identity_asked) and self._now >= self._retry_at:
             self._identity_asked = True
@@ -509,6 +421,8 @@ class Session:
     def _open(self, seq: int, digest: bytes, *, partial: bool, why: str) -> None:
         self._move(Move.OPENED)
         self._log.open(seq, digest, partial=partial, why=why, process=self._identity)
+        if self.rank.replay and not self.attached:
+            self._doubt("read from replay, and no live socket would show a restart")
         self._seen.clear()
         if seq >= 0:
             self._remember(seq, digest)
@@ -540,14 +454,11 @@ class Session:
         self._seen.clear()
         self._forget_identity()
         self.attached = self._sewn = self._again = False
-        self._stuck = 0
+        self._stuck, self._retry_at = 0, 0.0
         self._stale = True  # until the caller has the command, what it reads is of the old socket
         self._out.append(OpenData())
 
     # ---- small ones
-
-    def _move(self, move: Move) -> None:
-        self.phase = after(self.phase, move)
 
     def _remember(self, seq: int, digest: bytes) -> None:
         self._seen[seq] = digest
@@ -572,7 +483,3 @@ class Session:
     def _back_off(self) -> None:
         self._silent += 1
         self._retry_at = self._now + self._pause(self._silent)
-
-    def _pause(self, tries: int) -> float:
-        factor = float(1 << min(tries - 1, 16))
-        return min(self._limits.retry_seconds_max, self._limits.retry_seconds_min * factor)

@@ -1,12 +1,13 @@
 """What one owner writes about one rank: lives, numbered records, and the ledger behind them. Pure.
 
 Every method appends to ``out`` what has to be produced, in order. Records of a life are numbered without holes from
-0 (Opened). Whether something may be written at all is the session's business, not this module's.
+0 (Opened). Whether something may be written at all is the session's business, not this module's. What is written is
+read here, too, as any reader reads it: a checkpoint restates what readers know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import xxhash
@@ -14,11 +15,24 @@ import xxhash
 from kvledger_bridge.commands import Command, Counts, DeadLetter, Ledger, Note, Rank, Write
 from kvledger_bridge.continuity import Known
 from kvledger_bridge.errors import Undecodable
+from kvledger_bridge.snapshot import Part, restated
 from kvledger_bridge.unit import Covered, Piece, records
 from kvledger_index.model import ModelEntry
-from kvledger_wire.accept import NO_LIFE
+from kvledger_wire.accept import NO_LIFE, RankState, accept
 from kvledger_wire.partition import RANK_WIDE
-from kvledger_wire.records import LIVE, SCHEMA, Gap, Heartbeat, Life, Opened, Resumed, Suspended
+from kvledger_wire.records import (
+    LIVE,
+    SCHEMA,
+    Checkpoint,
+    EventRecord,
+    Fence,
+    Gap,
+    Heartbeat,
+    Life,
+    Opened,
+    Resumed,
+    Suspended,
+)
 
 Policy = Literal["invalidate", "keep"]
 
@@ -29,7 +43,10 @@ def digest_of(payload: bytes) -> bytes:
 
 
 class LifeLog:
-    """One owner's view of one rank. ``seq`` and ``digest`` are the last covered batch; -1 and empty: none."""
+    """One owner's view of one rank. ``seq`` and ``digest`` are the last covered batch; -1 and empty: none.
+
+    ``state`` is what a reader of the log knows once it has read everything that was written.
+    """
 
     def __init__(
         self,
@@ -39,6 +56,7 @@ class LifeLog:
         *,
         decode: Callable[[bytes], Any],
         ledger: Callable[[ModelEntry], Ledger],
+        snapshot: Callable[[Any, int], Iterator[Part]],
     ) -> None:
         self.rank = rank
         self.owner = -1
@@ -46,14 +64,17 @@ class LifeLog:
         self.n = -1
         self.seq = -1
         self.digest = b""
-        self.partial = False
         self.process: str | None = None
+        self.state = RankState()
         self._opened = 0
         self._out = out
         self._counts = counts
         self._decode = decode
         self._new_ledger = ledger
         self._ledger = ledger(rank.entry)
+        self._snapshot = snapshot
+        self._parts: Iterator[Part] | None = None
+        self._part = 0
         self._reasons: list[str] = []
         self._noted: set[str] = set()
 
@@ -65,6 +86,20 @@ class LifeLog:
     def forget(self) -> None:
         """The life is over; the next record has to be an Opened."""
         self.life, self.n, self.seq, self.digest, self.process = NO_LIFE, -1, -1, b"", None
+        self.state, self._parts = RankState(owner=self.owner), None
+
+    def take_up(self, state: RankState, ledger: Ledger) -> None:
+        """Go on with a life that earlier owners wrote, as the log up to the own Fence tells it: suspended."""
+        accept(state, RANK_WIDE, Fence(SCHEMA, self.owner, "", "", ""), state.at + 1)
+        self.state, self._ledger = state, ledger
+        self.life, self.n, self.seq, self.digest, self.process = (
+            state.life,
+            state.n,
+            state.seq,
+            state.digest,
+            state.process,
+        )
+        self._reasons, self._noted = [], set(state.uncertain)
 
     def known(self) -> Known:
         """What a proof of the same life is held against."""
@@ -77,7 +112,7 @@ class LifeLog:
         self._opened += 1
         self._counts.lives += 1
         self.life = (self.owner, self._opened)
-        self.n, self.seq, self.digest, self.partial, self.process = 0, seq, digest, partial, process
+        self.n, self.seq, self.digest, self.process = 0, seq, digest, process
         self._ledger = self._new_ledger(self.rank.entry)
         self._reasons, self._noted = [], set()
         entry = self.rank.entry
@@ -94,22 +129,45 @@ class LifeLog:
             why=why,
             process=process,
         )
-        self._out.append(Write(RANK_WIDE, opened))
+        self._emit(RANK_WIDE, opened)
 
     def suspend(self, why: str) -> None:
         """Continuity is unknown from here on."""
         self._counts.suspended += 1
-        self._out.append(Write(RANK_WIDE, Suspended(SCHEMA, self.owner, self.life, self._next(), why)))
+        self._emit(RANK_WIDE, Suspended(SCHEMA, self.owner, self.life, self._next(), why))
 
     def resume(self, how: str) -> None:
         """It is proven."""
-        self._out.append(Write(RANK_WIDE, Resumed(SCHEMA, self.owner, self.life, self._next(), how)))
+        self._emit(RANK_WIDE, Resumed(SCHEMA, self.owner, self.life, self._next(), how))
 
-    def beat(self) -> None:
-        """Everything up to the last covered batch is in the log, and the engine was heard."""
+    def beat(self, *, alive: bool = False) -> None:
+        """Everything up to the last covered batch is in the log, and the engine was heard; ``alive``: only its process
+        was seen.
+        """
         n = self._next()
-        beat = Heartbeat(SCHEMA, self.owner, self.life, n, self.seq, self.digest, self._take_reasons())
-        self._out.append(Write(RANK_WIDE, beat))
+        beat = Heartbeat(SCHEMA, self.owner, self.life, n, self.seq, self.digest, self._take_reasons(), alive)
+        self._emit(RANK_WIDE, beat)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether parts of a checkpoint are due: any other record ends it."""
+        return self._parts is not None
+
+    def begin_checkpoint(self) -> None:
+        """From here on nothing may be applied until the last part was written."""
+        self._parts, self._part = self._snapshot(self._ledger, self.seq), 0
+
+    def write_part(self) -> None:
+        """The next part of the checkpoint that was begun. O(part)."""
+        if self._parts is None:
+            return
+        part = next(self._parts)
+        checkpoint = restated(self.rank.entry, self.state, part, self._part)
+        self.n, self._part = checkpoint.n, self._part + 1
+        if part.last:
+            self._parts = None
+            self._counts.checkpoints += 1
+        self._emit(RANK_WIDE, checkpoint)
 
     def cover(self, seq: int, payload: bytes, digest: bytes, origin: int) -> None:
         """The next batch: its changes, or a heartbeat, or what a batch that cannot be read leads to."""
@@ -166,12 +224,11 @@ class LifeLog:
         if not pieces:
             self.beat()
             return
-        if any(piece.group == RANK_WIDE for piece in pieces):
-            self.partial = False  # an empty GPU cache has no unknown past
         covered = Covered(self.owner, self.life, seq, digest)
         unit = records(covered, self.n + 1, pieces, self._take_reasons())
         self.n += len(unit)
-        self._out += [Write(group, record) for group, record in unit]
+        for group, record in unit:
+            self._emit(group, record)
 
     def _spoilt(self, seq: int, payload: bytes, digest: bytes, reason: str, policy: Policy) -> None:
         """A batch that cannot be read as a whole: a hole of one sequence, with a dead letter."""
@@ -182,7 +239,13 @@ class LifeLog:
 
     def _gap(self, first: int, last: int, cause: str, policy: Policy) -> None:
         gap = Gap(SCHEMA, self.owner, self.life, self._next(), first, last, cause, policy)
-        self._out.append(Write(RANK_WIDE, gap))
+        self._emit(RANK_WIDE, gap)
+
+    def _emit(self, group: int | str | None, record: EventRecord) -> None:
+        if not isinstance(record, Checkpoint):
+            self._parts = None
+        accept(self.state, group, record, self.state.at + 1)
+        self._out.append(Write(group, record))
 
     def _next(self) -> int:
         self.n += 1

@@ -12,44 +12,38 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from kvledger_bridge.errors import InvalidConfig
+from kvledger_bridge.restorer import Restorer
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_bridge.topics import Topics
 from kvledger_bridge.unit import RECORD_BYTES_MAX
-from kvledger_wire.errors import Poison
+from kvledger_bridge.watch import ForeignClaim, Watch, Who
 from kvledger_wire.partition import (
     RANK_WIDE,
     claim_key,
-    parse_claim_key,
     partition_of,
     pointer_key,
     record_key,
+    restoring_key,
 )
 from kvledger_wire.records import (
     SCHEMA,
-    Claim,
     EventRecord,
     Pointer,
     ReplicaRecord,
+    Restoring,
     Unreadable,
-    decode_replica,
     encode,
 )
 
 RECONNECT_MS_MAX = 1000
 """Back-off towards a broker that is away: within a second of its return records flow again."""
 
-WATCH_MESSAGES_MAX = 500
-"""Claims and pointers read per turn."""
-
 CLIENT_MESSAGE_BYTES_MAX = 8 * 2**20
 """The client's own bound on a message, out of the way: records are cut for the topic's."""
-
-Who = tuple[str, int]
-"""(replica, rank)."""
 
 _silent = logging.getLogger("kvledger_bridge.librdkafka")
 _silent.addHandler(logging.NullHandler())
@@ -65,13 +59,6 @@ class Delivery(NamedTuple):
     why: str
 
 
-class ForeignClaim(NamedTuple):
-    """Another bridge claimed a rank: its owner number."""
-
-    who: Who
-    owner: int
-
-
 class Publisher:
     """Kafka as one bridge uses it. Make it in the thread that uses it: its client does not survive a fork."""
 
@@ -82,10 +69,11 @@ class Publisher:
         self._partitions = 0
         self._topics: Topics | None = None
         self._producer: Any = None
-        self._consumer: Any = None
+        self._watch: Watch | None = None
         self._generation = 0
         self._fatal = ""
         self._records = self._bytes = 0
+        self._events = self._event_bytes = 0
         self._done: list[Delivery] = []
         self._letters = 0.0
         self._letters_at = 0.0
@@ -99,8 +87,9 @@ class Publisher:
         return self._partitions
 
     def start(self) -> None:
-        """Make the producer. Others' claims are read from our first one on: only higher ones matter."""
+        """Make the producer, and read what the replicas topic says."""
         self._make_producer()
+        self._make_watch()
 
     def rebuild(self) -> None:
         """Replace a producer that turned fatal. What it had not delivered counts for nothing: ranks claim anew."""
@@ -111,6 +100,7 @@ class Publisher:
         self._records = self._bytes = 0
         self._done.clear()
         self._make_producer()
+        self._make_watch()
 
     def stop(self, seconds: float) -> int:
         """Deliver what is queued, at most so long; returns how many records were not acknowledged."""
@@ -121,10 +111,21 @@ class Publisher:
                 self._producer.purge()
                 self._producer.poll(0)
             self._producer = None
-        if self._consumer is not None:
-            self._consumer.close()
-            self._consumer = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         return left
+
+    def restorer(self, clock: Callable[[], float]) -> Restorer:
+        """What reads ranks back from the same Kafka."""
+        return Restorer(
+            self._settings,
+            self._telemetry,
+            self._options({"error_cb": partial(self._error, 0)}),
+            partitions=self._partitions,
+            clock=clock,
+            logger=_silent,
+        )
 
     # ---- writing
 
@@ -143,16 +144,41 @@ class Publisher:
         """(records, bytes) handed over and not acknowledged."""
         return self._records, self._bytes
 
-    def write(self, who: Who, group: int | str | None, record: EventRecord) -> None:
-        """Produce to the rank's partition; what becomes of it comes with ``serve``."""
-        key = record_key(*who, group)
+    @property
+    def record_bytes(self) -> float:
+        """What a record of the event topic took on average; 0 before the first."""
+        return self._event_bytes / max(1, self._events)
+
+    @property
+    def retention_seconds(self) -> float:
+        """How long the event topic keeps records; infinite where it does for ever."""
+        return self._topics.retention_seconds if self._topics is not None else float("inf")
+
+    def write(self, who: Who, group: int | str | None, record: EventRecord) -> int:
+        """Produce to the rank's partition; what becomes of it comes with ``serve``. Returns its bytes."""
+        key, value = record_key(*who, group), encode(record)
         partition = partition_of(*who, self._partitions)
-        self._produce(self._settings.events_topic, partition, key, encode(record), self._reporter(who, record))
+        self._events += 1
+        self._event_bytes += len(value)
+        self._produce(self._settings.events_topic, partition, key, value, self._reporter(who, record))
+        return len(value)
 
     def announce(self, who: Who, record: ReplicaRecord) -> None:
-        """Produce a claim or a pointer; what becomes of it comes with ``serve``."""
-        key = pointer_key(*who, record.owner) if isinstance(record, Pointer) else claim_key(*who)
+        """Produce a claim, a pointer, or that we are restoring; what becomes of it comes with ``serve``."""
+        match record:
+            case Pointer(owner=owner):
+                key = pointer_key(*who, owner)
+            case Restoring(owner=owner):
+                key = restoring_key(*who, owner)
+            case _:
+                key = claim_key(*who)
         self._produce(self._settings.replicas_topic, 0, key, encode(record), self._reporter(who, record))
+
+    def forget(self, who: Who, below: int) -> None:
+        """Take back the pointers of a rank's owners below: a tombstone each."""
+        for owner in self._watch.table.owners(*who) if self._watch is not None else ():
+            if owner < below:
+                self._produce(self._settings.replicas_topic, 0, pointer_key(*who, owner), None, None)
 
     def dead_letter(
         self, who: Who, *, owner: int, seq: int, reason: str, digest: bytes, raw: bytes, now: float
@@ -180,24 +206,21 @@ class Publisher:
 
     def claims(self) -> list[ForeignClaim]:
         """Claims by other bridges since the last call. Where Kafka does not answer there are none, for now."""
-        if self._consumer is None:
-            return []
-        found = []
-        for message in self._consumer.consume(WATCH_MESSAGES_MAX, timeout=0):
-            if message.error() is not None:
-                self._telemetry.kafka_failed(message.error().name(), message.error().str())
-                continue
-            who = parse_claim_key(message.key())
-            if who is None:
-                continue
-            try:
-                record = decode_replica(message.value())
-            except Poison as error:
-                self._telemetry.kafka_failed("claim_unreadable", str(error))
-                continue
-            if isinstance(record, Claim) and record.bridge != self._name:
-                found.append(ForeignClaim(who, int(message.offset())))
-        return found
+        return self._watch.poll() if self._watch is not None else []
+
+    @property
+    def read_to(self) -> int:
+        """Up to which offset the replicas topic was read."""
+        return self._watch.read_to if self._watch is not None else -1
+
+    def pointer(self, who: Who) -> Pointer | None:
+        """A rank's pointer of the highest owner that has one, as far as the replicas topic was read."""
+        return self._watch.table.newest(*who) if self._watch is not None else None
+
+    def ranks_beside(self, who: Who) -> int:
+        """How many ranks share the rank's partition, itself included. O(ranks)."""
+        partition = partition_of(*who, self._partitions)
+        return len(self._watch.table.pointers(partition, self._partitions)) if self._watch is not None else 1
 
     def look_at_topics(self, now: float) -> None:
         """A topic that was re-created has lost what was written: as fatal as a producer that lost it."""
@@ -230,24 +253,21 @@ class Publisher:
             # the client names the option and never its value
             raise InvalidConfig(f"kafka_options (KVLEDGER_BRIDGE_KAFKA_OPTIONS): {error.args[0].str()}") from error
 
-    def _watch_from(self, offset: int) -> None:
-        self._consumer = Consumer(
-            self._options(
-                {
-                    "group.id": f"{self._settings.topic_prefix}kvledger.bridge.{self._name}",  # never joined
-                    "enable.auto.commit": False,
-                    "auto.offset.reset": "earliest",  # a re-created topic: lower claims than ours do no harm
-                    "error_cb": partial(self._error, 0),
-                }
-            ),
-            logger=_silent,
-        )
-        self._consumer.assign([TopicPartition(self._settings.replicas_topic, 0, offset)])
+    def _make_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        options = self._options({"error_cb": partial(self._error, 0)})
+        self._watch = Watch(self._settings, self._telemetry, options, name=self._name, logger=_silent)
 
     def _produce(
-        self, topic: str, partition: int, key: bytes, value: bytes, report: Callable[[int, Any, Any], None] | None
+        self,
+        topic: str,
+        partition: int,
+        key: bytes,
+        value: bytes | None,
+        report: Callable[[int, Any, Any], None] | None,
     ) -> None:
-        size = len(key) + len(value)
+        size = len(key) + len(value or b"")
         self._telemetry.counters.records += 1
         self._telemetry.counters.bytes += size
         self._records += 1
@@ -262,10 +282,7 @@ class Publisher:
     def _reporter(self, who: Who, record: EventRecord | ReplicaRecord) -> Callable[[int, Any, Any], None]:
         def report(_generation: int, error: Any, message: Any) -> None:
             if error is None:
-                offset = int(message.offset())
-                if isinstance(record, Claim) and self._consumer is None:
-                    self._watch_from(offset + 1)
-                self._done.append(Delivery(who, record, offset, ""))
+                self._done.append(Delivery(who, record, int(message.offset()), ""))
             else:
                 self._done.append(Delivery(who, record, -1, _name(error)))
 

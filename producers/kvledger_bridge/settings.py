@@ -12,10 +12,14 @@ import msgspec
 
 from kvledger_bridge.commands import Limits
 from kvledger_bridge.errors import InvalidConfig
+from kvledger_bridge.schedule import Rates
 from kvledger_wire.topics import DEAD_LETTER, EVENTS, REPLICAS
 
 SHARED = frozenset({"kafka", "topic_prefix", "partitions", "replicas", "models"})
 """Settings that other commands know by the same name: ``KVLEDGER_KAFKA``. The others are ``KVLEDGER_BRIDGE_…``."""
+
+CHECKPOINT_SIZE_FACTOR = 4.0
+"""Checkpoints are at most a quarter of what is written."""
 
 OWNED_OPTIONS = frozenset(
     {
@@ -69,6 +73,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Replay messages read per rank and turn: engines up to 0.32 drop what is read too slowly."""
     loads_max: int = 8
     """Whole replay buffers that are read at the same time."""
+    restore_turn_seconds: float = 0.02
+    """Of a turn for reading ranks back from the log: what it may delay the ranks that are followed meanwhile by."""
+    restoring_seconds: float = 5.0
+    """A rank that is still being read back says so this often: other bridges take silence for an absence."""
+    checkpoint_bytes_min: int = 64 * 2**20
+    """A rank's ledger is written anew once its partition has grown by so much, and by four times what all its ranks'
+    ledgers take: what a restarted bridge or an empty index reads again."""
+    checkpoint_retention_share: float = 0.25
+    """And at least after this share of the event topic's retention, idle ranks' too."""
     dead_letters_per_second_max: float = 10.0
     dead_letter_raw: bool = False
     """Keep the bytes of unreadable batches on the dead-letter topic. They hold prompts: opt in knowingly."""
@@ -100,6 +113,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def limits(self) -> Limits:
         """Bounds of one session."""
         return Limits(idle_probe_seconds=self.idle_probe_seconds, replay_seconds_max=self.replay_seconds_max)
+
+    def rates(self, retention_seconds: float) -> Rates:
+        """When checkpoints are due on a topic that keeps records for so long."""
+        return Rates(
+            bytes_min=self.checkpoint_bytes_min,
+            size_factor=CHECKPOINT_SIZE_FACTOR,
+            seconds_max=retention_seconds * self.checkpoint_retention_share,
+        )
 
     @property
     def options(self) -> dict[str, str]:
@@ -145,6 +166,12 @@ def checked(settings: Settings) -> Settings:
     if not re.fullmatch(r"[A-Za-z0-9._-]{0,200}", settings.topic_prefix):
         msg = "topic_prefix may hold letters, digits, '.', '_' and '-' only, as Kafka's topic names do"
         raise InvalidConfig(msg)
+    if settings.checkpoint_retention_share > CHECKPOINT_SHARE_MAX:
+        msg = (
+            f"checkpoint_retention_share {settings.checkpoint_retention_share} > {CHECKPOINT_SHARE_MAX}: "
+            "retention could take a checkpoint before the next one is written"
+        )
+        raise InvalidConfig(msg)
     if settings.idle_probe_seconds > FRESH_SECONDS:
         msg = (
             f"idle_probe_seconds {settings.idle_probe_seconds} > {FRESH_SECONDS}: "
@@ -154,6 +181,9 @@ def checked(settings: Settings) -> Settings:
     _pairs(settings.kafka_options)
     return settings
 
+
+CHECKPOINT_SHARE_MAX = 0.5
+"""A checkpoint that is due may have to wait, and retention deletes whole segments."""
 
 FRESH_SECONDS = 3.0
 """What routers call fresh by default (DESIGN §8)."""

@@ -33,8 +33,12 @@ COPIES_MAX = 0xFFFF
 
 
 class Part(NamedTuple):
-    """What one record of a checkpoint says of the ledger; the ``last`` one may say nothing."""
+    """What one record of a checkpoint says of the ledger; the ``last`` one may say nothing.
 
+    ``opaque`` restates (group, medium code, count): after a recall it may be more than records said before.
+    """
+
+    opaque: tuple[tuple[int | None, int, int], ...]
     lanes: tuple[Held, ...] = ()
     parents: tuple[Run, ...] = ()
     weak: tuple[Run, ...] = ()
@@ -50,19 +54,20 @@ def parts(ledger: Ledger, seq: int, *, entries_max: int = PART_ENTRIES_MAX) -> I
     names = ledger.lineage.names
     digests = ledger.lineage.chains.recorded
     told: set[int] = set()
+    opaque = tuple((lane.group, lane.code, len(lane.opaque)) for lane in ledger.lanes if lane.opaque)
     for lane in ledger.lanes:
         for held in _held(lane, names, told, (seq, ledger.ts), digests=digests, entries_max=entries_max):
-            yield Part(lanes=(held,))
+            yield Part(opaque, lanes=(held,))
     untold = _strong(names, told)
     while some := list(islice(untold, entries_max)):
-        yield Part(parents=_runs(some, digests=digests))
+        yield Part(opaque, parents=_runs(some, digests=digests))
     untold = ((name, block) for name, block in names.weak.items() if name not in told)
     while some := list(islice(untold, entries_max)):
-        yield Part(weak=_runs(some, digests=False))
+        yield Part(opaque, weak=_runs(some, digests=False))
     doubtful = iter(names.ambiguous)
     while hashes := list(islice(doubtful, entries_max)):
-        yield Part(ambiguous=_pack(hashes))
-    yield Part(last=True)
+        yield Part(opaque, ambiguous=_pack(hashes))
+    yield Part(opaque, last=True)
 
 
 def _held(
@@ -166,7 +171,7 @@ def restated(entry: ModelEntry, state: RankState, part: Part, place: int) -> Che
         heard_gpu=state.heard_gpu,
         scheme=state.scheme,
         unplaced=state.unplaced,
-        opaque=state.opaque,
+        opaque=part.opaque,
         veiled=state.veiled,
         lanes=part.lanes,
         parents=part.parents,

@@ -7,6 +7,10 @@ tokens, salts or multimodal ids.
     ----                    -----    ----------
     bridge_started          info     nothing
     rank_claimed            info     nothing; ``why`` says what made this bridge claim
+    rank_restoring          info     nothing; a rank is being read back from the log for long
+    rank_restored           info     nothing; the log gave the rank back, from ``start`` (-1: its beginning)
+    rank_not_restored       info     nothing; ``why`` the log does not: the engine's replay buffer has to
+    rank_checkpointed       info     nothing; a restart begins at ``offset`` from here on
     rank_opened             info     nothing; ``partial``: answers are lower bounds until the engine restarts or clears
     rank_suspended          warning  nothing once; often: look at the engine's replay endpoint and the network
     rank_resumed            info     nothing
@@ -46,6 +50,10 @@ import structlog
 Code = Literal[
     "bridge_started",
     "rank_claimed",
+    "rank_restoring",
+    "rank_restored",
+    "rank_not_restored",
+    "rank_checkpointed",
     "rank_opened",
     "rank_suspended",
     "rank_resumed",
@@ -119,6 +127,22 @@ class Telemetry:
     def claimed(self, rank: str, owner: int, why: str) -> None:
         """The fence was written: this bridge writes for the rank."""
         self._say("info", "rank_claimed", rank=rank, owner=owner, why=why)
+
+    def restoring(self, rank: str, *, records: int, seconds: float) -> None:
+        """It is still being read back."""
+        self._rarely("info", "rank_restoring", rank, rank=rank, records=records, seconds=round(seconds, 1))
+
+    def restored(self, rank: str, **facts: Any) -> None:
+        """The log gave it back; the engine has still to prove that it lives that life."""
+        self._say("info", "rank_restored", rank=rank, **facts)
+
+    def not_restored(self, rank: str, **facts: Any) -> None:
+        """The log does not give it back."""
+        self._say("info", "rank_not_restored", rank=rank, **facts)
+
+    def checkpointed(self, rank: str, *, offset: int, bytes_: int) -> None:
+        """A checkpoint is complete and pointed at."""
+        self._rarely("info", "rank_checkpointed", rank, rank=rank, offset=offset, bytes=bytes_)
 
     def opened(self, rank: str, *, life: tuple[int, int], seq: int, partial: bool, why: str) -> None:
         """A new life began."""

@@ -41,6 +41,8 @@ class Topics:
         self._settings = settings
         self._client: Any = AdminClient(dict(options), logger=logger)
         self._names = (settings.events_topic, settings.replicas_topic, settings.dead_letter_topic)
+        self.retention_seconds = float("inf")
+        """How long the event topic keeps records, once it was checked."""
         self._seen: dict[str, Seen] = {}
         self._asked: dict[str, Any] = {}
         self._ask_at = 0.0
@@ -69,6 +71,9 @@ class Topics:
             wrong.append(
                 f"topic {settings.events_topic} has max.message.bytes={room}: set it to {MESSAGE_BYTES_MIN} or more"
             )
+        kept = int(configs[settings.events_topic].get("retention.ms") or -1)
+        if kept > 0:
+            self.retention_seconds = kept / 1000
         if wrong:
             msg = f"{'; '.join(wrong)}. 'kvledger admin topics --check{self._prefix_flag()}' shows all of it"
             raise Refused(msg)

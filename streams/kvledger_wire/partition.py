@@ -74,6 +74,11 @@ def pointer_key(replica: str, rank: int, owner: int) -> bytes:
     return f"{replica}/{rank}/{owner}".encode()
 
 
+def restoring_key(replica: str, rank: int, owner: int) -> bytes:
+    """The key under which an owner says that it is still restoring: neither its claim nor its pointer may go by it."""
+    return f"{replica}/{rank}/{owner}/restoring".encode()
+
+
 def parse_pointer_key(raw: bytes | None) -> tuple[str, int, int] | None:
     """(replica, rank, owner) of a pointer's key; None for a claim's key and anything else."""
     rank, _, word = (raw or b"").rpartition(b"/")

@@ -56,6 +56,10 @@ class ReplicaTable:
         owners = self._pointers.get((replica, rank))
         return owners[max(owners)] if owners else None
 
+    def owners(self, replica: str, rank: int) -> tuple[int, ...]:
+        """Owners of a rank that have a pointer."""
+        return tuple(self._pointers.get((replica, rank), ()))
+
 
 def _pointer_of(owner: int, value: bytes) -> Pointer:
     """A pointer that cannot be read, or is none, points at the log's start."""

@@ -104,7 +104,13 @@ class LogReader:
         self.partitions = partitions
         self.ranks: dict[str, Rank] = {}
         self._consumer = Consumer(
-            {"bootstrap.servers": kafka, "group.id": "none", "enable.auto.commit": False, "log_level": 0}
+            {
+                "bootstrap.servers": kafka,
+                "group.id": "none",
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",
+                "log_level": 0,
+            }
         )
         self._consumer.assign([TopicPartition(self.topic, p, 0) for p in range(partitions)])
 

@@ -203,7 +203,7 @@ def test_two_bridges_of_one_rank_are_harmless(setup: Setup, eventually: Any) -> 
     assert set(owners) == {status(second).owner}
 
 
-def test_a_restarted_bridge_opens_a_new_life_from_replay(setup: Setup, eventually: Any) -> None:
+def test_a_restarted_bridge_goes_on_in_the_same_life(setup: Setup, eventually: Any) -> None:
     entry, batches = recording("llama_s11")
     engine = setup.engine(entry)
     first = followed(setup, eventually)
@@ -216,7 +216,8 @@ def test_a_restarted_bridge_opens_a_new_life_from_replay(setup: Setup, eventuall
     rank = setup.reader().until("r/0", batches[-1].seq)
 
     assert rank.blocks == truth(entry, batches)
-    assert len(rank.of(Opened)) == 2
+    assert len(rank.of(Opened)) == 1
+    assert [resumed.how for resumed in rank.of(Resumed)][-1] == "replay"
     assert setup.lines(first)[-1]["event"] == "bridge_stopped"
     assert setup.lines(first)[-1]["clean"] is True
 

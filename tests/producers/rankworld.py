@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -25,15 +25,30 @@ from kvledger_bridge.commands import (
     Note,
     OpenData,
     Rank,
+    Restore,
     Write,
 )
+from kvledger_bridge.continuity import Phase
 from kvledger_bridge.engine import Session
 from kvledger_bridge.errors import Undecodable
 from kvledger_bridge.lifelog import digest_of
+from kvledger_bridge.snapshot import Part
 from kvledger_index.model import GroupSpec, ModelEntry
 from kvledger_wire.accept import Applied, Dropped, Loading, Opening, RankState, accept
 from kvledger_wire.partition import RANK_WIDE
-from kvledger_wire.records import CLEARED, REMOVED, STORED, Change, Events, Gap, decode_event, encode
+from kvledger_wire.records import (
+    CLEARED,
+    REMOVED,
+    STORED,
+    Change,
+    Checkpoint,
+    Events,
+    Gap,
+    Held,
+    Pointer,
+    decode_event,
+    encode,
+)
 
 ENTRY = ModelEntry(model="m")
 KEEP = ModelEntry(model="m", loss="keep")
@@ -86,7 +101,7 @@ def decode(raw: bytes) -> Batch:
 
 
 class Counting:
-    """A ledger of one group that counts copies; effective changes name blocks in ``unplaced`` for brevity."""
+    """A ledger of one group that counts copies; changes name blocks in ``unplaced`` for brevity, one each."""
 
     def __init__(self, _entry: ModelEntry) -> None:
         self.copies: Counter[str] = Counter()
@@ -106,12 +121,10 @@ class Counting:
                 pieces.append(Piece(RANK_WIDE, (Change(CLEARED, 0, seq, 0.0, origin=origin),)))
             elif word[0] == "+":
                 self.copies[block] += 1
-                if self.copies[block] == 1:
-                    pieces.append(self._piece(STORED, seq, block, origin))
+                pieces.append(self._piece(STORED, seq, block, origin, effective=self.copies[block] == 1))
             elif self.copies[block]:
                 self.copies[block] -= 1
-                if not self.copies[block]:
-                    pieces.append(self._piece(REMOVED, seq, block, origin))
+                pieces.append(self._piece(REMOVED, seq, block, origin, effective=not self.copies[block]))
         return pieces
 
     def take_uncertain(self) -> tuple[str, ...]:
@@ -120,8 +133,42 @@ class Counting:
         return doubts
 
     @staticmethod
-    def _piece(op: int, seq: int, block: str, origin: int) -> Piece:
-        return Piece(0, (Change(op, 0, seq, 0.0, unplaced=block.encode(), origin=origin),))
+    def _piece(op: int, seq: int, block: str, origin: int, *, effective: bool) -> Piece:
+        bit = bytes([effective])
+        return Piece(0, (Change(op, 0, seq, 0.0, unplaced=block.encode(), origin=origin, unplaced_effective=bit),))
+
+
+def snapshot(ledger: Counting, seq: int) -> Iterator[Part]:
+    """One part per block."""
+    for block, copies in ledger.copies.items():
+        if copies:
+            change = Change(STORED, 0, seq, 0.0, unplaced=block.encode())
+            yield Part((), lanes=(Held(0, change, copies.to_bytes(2, "big")),))
+    yield Part((), last=True)
+
+
+def recount(log: Sequence[tuple[int | str | None, Any]], start: int, end: int) -> tuple[RankState, Counting]:
+    """What the log says from offset ``start`` to ``end``."""
+    state, ledger = RankState(), Counting(ENTRY)
+    for offset in range(max(0, start), end):
+        group, record = log[offset]
+        due = state.load
+        effects = accept(state, group, record, offset)
+        if any(isinstance(effect, Opening | Loading | Dropped) for effect in effects):
+            ledger.copies.clear()
+        if isinstance(record, Checkpoint):
+            if state.n == record.n and (any(isinstance(e, Loading) for e in effects) or 0 < due == record.part):
+                for held in record.lanes:
+                    ledger.copies[held.change.unplaced.decode()] = int.from_bytes(held.copies, "big")
+            continue
+        for effect in effects:
+            for change in effect.changes if isinstance(effect, Applied) else ():
+                name = change.unplaced.decode()
+                if change.op == CLEARED:
+                    ledger.copies.clear()
+                else:
+                    ledger.copies[name] += 1 if change.op == STORED else -1
+    return state, ledger
 
 
 class Reader:
@@ -152,6 +199,8 @@ class Reader:
             name = change.unplaced.decode()
             if change.op == CLEARED:
                 self.blocks.clear()
+            elif not any(change.unplaced_effective):
+                pass
             elif change.op == STORED:
                 self.blocks.add(name)
             else:
@@ -174,6 +223,12 @@ class Reader:
     def of(self, kind: type) -> list[Any]:
         """Records of one kind, in order."""
         return [record for _, record in self.log if isinstance(record, kind)]
+
+
+def newest_pointer(replicas: Sequence[Any], owner: int) -> Pointer | None:
+    """The pointer of the highest owner below ``owner``; the newest of that one."""
+    found = [each for each in replicas if isinstance(each, Pointer) and each.owner < owner]
+    return max(reversed(found), key=lambda each: each.owner) if found else None
 
 
 class Engine:
@@ -232,32 +287,45 @@ class Desk:
         process: bool = False,
         limits: Limits | None = None,
         rank: int = 0,
+        after: Desk | None = None,
     ) -> None:
+        """``after``: an earlier bridge of the same rank, whose log and replicas topic go on."""
         self.session = Session(
             Rank("r", rank, entry, replay, process),
             decode=decode,
             ledger=Counting,
+            snapshot=snapshot,
             bridge="b",
             limits=limits,
         )
-        self.reader = Reader()
+        self.reader: Reader = Reader() if after is None else after.reader
         self.now = 0.0
-        self.replicas: list[Any] = []
+        self.replicas: list[Any] = [] if after is None else after.replicas
         self.commands: list[Command] = []
         """Those of the last turn that the test has to act on: requests, sockets, dead letters, notes."""
         self.hold: Callable[[Any], bool] = lambda _record: False
         """Records that Kafka does not acknowledge yet."""
+        self.restores: Callable[[int, int, int], object] | None = None
+        """What answers a Restore; None: ``restore``."""
 
     def turn(self, dt: float = 0.0, *, batches_max: int = 1000, may_load: bool = True) -> list[Command]:
         """One step ``dt`` later; records reach the reader and are acknowledged at once."""
         self.now += dt
         self.commands = []
+        self._look()
         while commands := self.session.step(self.now, batches_max=batches_max, may_load=may_load):
             for command in commands:
                 self._execute(command)
+            self._look()
             if batches_max < 1000:
                 break
         return self.commands
+
+    def _look(self) -> None:
+        """The replicas topic, as far as the claim it waits for is acknowledged."""
+        session = self.session
+        if session.phase is Phase.POINTING:
+            session.pointed(newest_pointer(self.replicas, session.owner))
 
     def wait(self, seconds: float) -> list[Command]:
         """Time passes while the loop turns; the commands of all those turns."""
@@ -278,8 +346,18 @@ class Desk:
                 self.replicas.append(record)
                 if not self.hold(record):
                     self.session.acknowledged(record, len(self.replicas) - 1)
+            case Restore(owner=owner, start=start, end=end):
+                (self.restores or self.restore)(owner, start, end)
             case _:
                 self.commands.append(command)
+
+    def restore(self, owner: int, start: int, end: int) -> None:
+        """Read the log as it stands."""
+        state, ledger = recount(self.reader.log, start, end)
+        if state.loaded and not state.closed:
+            self.session.restored(owner, state, ledger)
+        else:
+            self.session.unrestorable(owner, "not loaded")
 
     def answer(self, messages: Sequence[tuple[int, bytes]], *, end: bool = True) -> None:
         """Frames of the replay socket."""

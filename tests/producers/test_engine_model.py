@@ -1,4 +1,4 @@
-"""Random losses, restarts, cuts and rebuilt producers: what the log says is exact is exact, and it recovers.
+"""Random losses, restarts, cuts, killed bridges and rebuilt producers: what the log calls exact is, and it recovers.
 
     engine --PUB, lossy--> wire --+--> session --> pending --> log --> accept
            --ROUTER------> dealer-+            (a rebuilt producer drops what is pending)
@@ -29,14 +29,16 @@ from kvledger_bridge.commands import (
     Command,
     DropReplay,
     OpenData,
+    Restore,
     Write,
 )
 from kvledger_bridge.continuity import Phase
 from kvledger_bridge.engine import Session
 from kvledger_bridge.lifelog import LifeLog
+from kvledger_wire.accept import RankState
 from kvledger_wire.records import Resumed
 
-SCHEDULES = 1000
+SCHEDULES = 800
 LENGTH_MAX = 90
 DISC, CONN = "disconnected", "connected"
 WORDS = ("+a", "+b", "+c", "+d", "-a", "-b", "-c", "-d")
@@ -55,6 +57,9 @@ WEIGHTS = {
     "slip": 0.7,
     "land": 4,
     "rebuild": 0.3,
+    "kill": 0.5,
+    "land_late": 0.5,
+    "checkpoint": 0.7,
 }
 
 Schedule = list[tuple[str, int]]
@@ -73,6 +78,8 @@ class Pending(Desk):
                 self.pending.append((True, group, record))
             case Announce(record=record):
                 self.pending.append((False, None, record))
+            case Restore(owner=owner, start=start, end=end):
+                (self.restores or self.restore)(owner, start, end)
             case _:
                 self.commands.append(command)
 
@@ -95,7 +102,10 @@ class World:
         rnd = random.Random(seed)
         mode = rnd.choice(["replay", "replay", "replay", "none", "process"])
         self.engine = Engine(buffer_steps=rnd.choice([2, 4, 1000]))
-        self.desk = Pending(entry=rnd.choice([ENTRY, ENTRY, KEEP]), replay=mode == "replay", process=mode == "process")
+        entry = rnd.choice([ENTRY, ENTRY, KEEP])
+        self.options = {"entry": entry, "replay": mode == "replay", "process": mode == "process"}
+        self.desk = Pending(**self.options)
+        self.limbo: deque[tuple[bool, Any, Any]] = deque()
         self.wire: deque[Any] = deque()
         self.joined = False
         self.request: int | None = None
@@ -103,6 +113,8 @@ class World:
         self.identity: list[str | None] = []
         self.process_wanted = False
         self.time = self.served_at = self.cut_at = 0
+        self.linked = False
+        """Whether the session was told that its live socket has a peer."""
 
     # ---- the engine
 
@@ -226,6 +238,7 @@ class World:
         self._discard(leftover if DISC in events else None)
         for event in events:
             (session.disconnected if event == DISC else session.connected)()
+            self.linked = event == CONN
         before = len(self.desk.pending)
         for command in self.desk.turn(dt, batches_max=batches_max):
             self._obey(command)
@@ -247,7 +260,7 @@ class World:
         match command:
             case OpenData():
                 self.wire.clear()
-                self.joined = False
+                self.joined = self.linked = False
             case AskReplay(start=start):
                 self.request = start
             case DropReplay():
@@ -289,11 +302,36 @@ class World:
         self.desk.pending.clear()
         self.desk.session.release("the producer was rebuilt")
 
+    def kill(self, x: int) -> None:
+        """The bridge dies, another one takes over; a prefix of what was under way may land, some of it later."""
+        self.limbo = deque(list(self.desk.pending)[: x % 12])
+        self.land_late(x // 16)
+        self.desk = Pending(after=self.desk, **self.options)
+        self.wire.clear()
+        self.identity.clear()
+        self.joined = self.linked = self.process_wanted = False
+        self.request, self.frames = None, deque()
+
+    def land_late(self, x: int) -> None:
+        """Kafka takes what a dead bridge had sent."""
+        for _ in range(min(x % 12, len(self.limbo))):
+            events, group, record = self.limbo.popleft()
+            if events:
+                self.desk.reader.read(group, record)
+            else:
+                self.desk.replicas.append(record)
+
+    def checkpoint(self, _x: int) -> None:
+        """The shell thinks that one is due."""
+        self.desk.session.checkpoint()
+
     # ---- what must hold
 
     def check(self) -> None:
         """Safety, after every action."""
-        reader = self.desk.reader
+        reader, session = self.desk.reader, self.desk.session
+        if session.phase is Phase.FOLLOWING and session.rank.replay:
+            assert self.linked, "called exact while no live socket would show a restart"
         truth = self.engine.truth[reader.state.digest] if reader.state.digest else frozenset()
         if reader.status == "exact":
             assert reader.blocks == truth, f"exact at {reader.state.seq}: {reader.blocks} is not {set(truth)}"
@@ -382,6 +420,18 @@ def _keep_answers(session: Session) -> None:
 
 
 _open = LifeLog.open
+_take_up = LifeLog.take_up
+_restored = Session.restored
+
+
+def _empty_ledger(log: LifeLog, state: RankState, ledger: Any) -> None:
+    ledger.copies.clear()
+    _take_up(log, state, ledger)
+
+
+def _resumed_blindly(session: Session, owner: int, state: RankState, ledger: Any) -> None:
+    _restored(session, owner, state, ledger)
+    session._prove("restored")
 
 
 def _never_partial(log: LifeLog, seq: int, digest: bytes, *, partial: bool, why: str, process: str | None) -> None:
@@ -389,7 +439,9 @@ def _never_partial(log: LifeLog, seq: int, digest: bytes, *, partial: bool, why:
 
 
 SABOTAGES: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "live batches count without a seam": (Session, "_sew", lambda _s: True, "slip"),
+    "proven without a live socket": (Session, "_provable", lambda _s: True, "slip"),
+    "restored without its ledger": (LifeLog, "take_up", _empty_ledger, "kill"),
+    "restored without proof": (Session, "restored", _resumed_blindly, "kill"),
     "any bytes prove the same life": (engine_module, "judge", lambda _k, _a: True, ""),
     "disconnects are ignored": (Session, "disconnected", lambda _s: None, ""),
     "a disconnect keeps what was read": (Session, "disconnected", _blind_disconnect, ""),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from rankworld import Desk, DropReplay, Engine, Note, OpenData, payload
+from rankworld import AskReplay, Desk, DropReplay, Engine, Note, OpenData, payload
 
 from kvledger_bridge.commands import Limits
 from kvledger_bridge.continuity import Phase
+from kvledger_bridge.engine import Session
 from kvledger_wire.records import LIVE, REPLAYED, Events, Heartbeat, Opened, Resumed, Suspended
 
 
@@ -84,10 +85,19 @@ def test_a_live_batch_that_differs_from_the_replayed_one_parts_the_sockets() -> 
     assert desk.session.phase is Phase.SUSPECT
     assert desk.reader.blocks == {"a", "b"}
     assert desk.reader.status == "suspended"
+    desk.session.connected()
     desk.turn(0.2)
     desk.serve(engine)
     desk.turn()
     assert desk.reader.status == "exact"
+
+
+def test_a_session_that_trusts_both_sockets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Canary of the seam."""
+    monkeypatch.setattr(Session, "_sew", lambda _session: True)
+
+    with pytest.raises(AssertionError):
+        test_a_live_batch_that_differs_from_the_replayed_one_parts_the_sockets()
 
 
 def test_a_restart_that_looks_contiguous_is_noticed() -> None:
@@ -110,6 +120,7 @@ def test_a_restart_that_looks_contiguous_is_noticed() -> None:
     desk.serve(engine)
     desk.turn()
     assert (desk.did(OpenData), desk.asked()) == (1, [0])
+    desk.session.connected()
     desk.serve(engine)
     desk.turn()
 
@@ -125,6 +136,8 @@ def test_a_disconnect_of_a_living_engine_is_suspended_and_resumed() -> None:
     desk.session.disconnected()
     desk.turn()
     assert desk.reader.status == "suspended"
+    desk.session.connected()
+    desk.turn()
     engine.step("+c")
     desk.serve(engine)
     desk.turn()
@@ -132,6 +145,49 @@ def test_a_disconnect_of_a_living_engine_is_suspended_and_resumed() -> None:
     assert desk.reader.kinds()[4:] == ["Suspended", "Resumed", "Events"]
     assert desk.reader.of(Resumed)[0].how == "replay"
     assert (desk.reader.status, desk.reader.blocks) == ("exact", {"a", "b", "c"})
+
+
+def test_nothing_is_proven_before_the_live_socket_is_back() -> None:
+    """Live 0 1 | replay answers, SUB is away: a restart now would show only with the next probe, so it is not asked.
+
+    The engine restarts before SUB is back; nothing was called exact after the disconnect.
+    """
+    desk, engine = Desk(), Engine()
+    engine.step("+a")
+    desk.follow(engine).sew(engine, "+b")
+    desk.session.disconnected()
+    asked = [command for command in desk.wait(5.0) if isinstance(command, AskReplay)]
+    assert asked == []
+    assert desk.reader.status == "suspended"
+    engine.restart()
+    engine.step("+x")
+    desk.session.connected()
+    desk.turn()
+    desk.serve(engine)
+    desk.turn()
+    desk.session.connected()
+    desk.serve(engine)
+    desk.turn()
+
+    assert desk.reader.of(Resumed) == []
+    assert (desk.reader.status, desk.reader.blocks) == ("exact", {"x"})
+
+
+def test_a_life_that_opens_before_the_live_socket_is_there_is_suspended_until_then() -> None:
+    desk, engine = Desk(), Engine()
+    engine.step("+a")
+    engine.step("+b")
+    desk.turn()
+    desk.serve(engine)
+    desk.turn()
+    assert (desk.reader.status, desk.reader.blocks) == ("suspended", {"a", "b"})
+    desk.session.connected()
+    desk.turn()
+    desk.serve(engine)
+    desk.turn()
+
+    assert desk.reader.kinds() == ["Fence", "Opened", "Suspended", "Events", "Events", "Resumed"]
+    assert desk.reader.status == "exact"
 
 
 def test_a_disconnect_throws_an_answer_under_way_away() -> None:
@@ -145,6 +201,9 @@ def test_a_disconnect_throws_an_answer_under_way_away() -> None:
     desk.turn()
 
     assert desk.did(DropReplay) == 1
+    assert desk.asked() == []
+    desk.session.connected()
+    desk.turn()
     assert desk.asked() == [1]
     assert desk.reader.kinds()[-1] == "Suspended"
 
@@ -398,11 +457,13 @@ def test_a_batch_that_fell_out_of_the_buffer_proves_nothing() -> None:
     engine.step("+a")
     desk.follow(engine).sew(engine, "+b")
     desk.session.disconnected()
+    desk.session.connected()
     for word in ("+c", "+d", "+e"):
         engine.step(word)
     desk.turn()
     desk.serve(engine)
     desk.turn()
+    desk.session.connected()
     desk.serve(engine)
     desk.turn()
 
@@ -428,8 +489,8 @@ def test_only_as_many_batches_as_allowed_are_applied_in_a_step() -> None:
 
 def test_a_whole_buffer_is_read_only_where_allowed() -> None:
     desk, engine = Desk(), Engine()
-    desk.session.connected()
     desk.turn(may_load=False)
+    desk.session.connected()
     assert desk.asked() == []
     desk.turn()
     desk.serve(engine)

@@ -20,6 +20,8 @@ def test_a_take_over_is_claim_pointer_fence_opened_each_waiting_for_the_one_befo
     seen: list[tuple[Phase, list[str], list[str]]] = []
     for _ in range(3):
         desk.turn()
+        if not seen:
+            desk.session.connected()
         seen.append((desk.session.phase, [type(r).__name__ for r in desk.replicas], desk.reader.kinds()))
         desk.session.acknowledged(held[-1], 7 if isinstance(held[-1], Claim) else 40)
     desk.turn()
@@ -105,6 +107,7 @@ def test_a_failed_delivery_claims_anew_and_opens_a_new_life() -> None:
     engine.step("+a")
     desk.follow(engine).sew(engine, "+b")
     lost = desk.reader.log[-1][1]
+    desk.reader.log[-2] = (0, None)
     desk.session.failed(lost, "_MSG_TIMED_OUT")
     desk.turn()
     assert desk.did(OpenData) == 1
@@ -126,6 +129,8 @@ def test_failures_of_earlier_owners_are_ignored() -> None:
     old = desk.reader.of(Opened)[0]
     desk.session.release("the producer was rebuilt")
     desk.turn(0.2)
+    desk.session.connected()
+    desk.turn()
     desk.serve(engine)
     desk.turn()
     desk.session.failed(old, "late")
@@ -133,7 +138,7 @@ def test_failures_of_earlier_owners_are_ignored() -> None:
     desk.turn()
 
     assert desk.session.phase is Phase.FOLLOWING
-    assert [p.offset for p in desk.replicas if isinstance(p, Pointer)] == [-1, 1, -1, 3]
+    assert [p.offset for p in desk.replicas if isinstance(p, Pointer)] == [-1, 1, 1]
 
 
 def test_claims_that_fail_again_and_again_back_off() -> None:
@@ -186,7 +191,7 @@ def test_no_batch_is_applied_before_the_fence_is_acknowledged() -> None:
 
 def test_every_phase_is_reached_and_left_by_the_table() -> None:
     assert {to for _, to in TABLE.items()} == set(Phase)
-    assert {phase for phase, _ in TABLE} == set(Phase) - {Phase.CLOSED}
+    assert {phase for phase, _ in TABLE} == set(Phase)
     assert {move for _, move in TABLE} == set(Move)
     assert set(Phase) > OWNING
 

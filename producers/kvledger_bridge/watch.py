@@ -1,0 +1,82 @@
+"""The replicas topic as a bridge reads it: who claims which rank, and where reading of each may start (DESIGN §4, §5).
+
+Read from its beginning on and ever after: a rank's pointer counts once everything up to the own claim was read. A turn
+reads a bounded number of records and never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+
+from kvledger_bridge.settings import Settings
+from kvledger_bridge.telemetry import Telemetry
+from kvledger_wire.errors import Poison
+from kvledger_wire.partition import parse_claim_key
+from kvledger_wire.records import Claim, decode_replica
+from kvledger_wire.replicas import ReplicaTable
+
+WATCH_MESSAGES_MAX = 2_000
+"""Records read per turn, about 5 ms: a topic of a thousand ranks is read in a few turns."""
+
+Who = tuple[str, int]
+"""(replica, rank)."""
+
+
+class ForeignClaim(NamedTuple):
+    """Another bridge claimed a rank: its owner number."""
+
+    who: Who
+    owner: int
+
+
+class Watch:
+    """Reads the topic from the start; one instance per producer, as a re-created topic is another one."""
+
+    def __init__(
+        self, settings: Settings, telemetry: Telemetry, options: Mapping[str, Any], *, name: str, logger: logging.Logger
+    ) -> None:
+        self.table = ReplicaTable()
+        self.read_to = -1
+        """The highest offset that was read."""
+        self._telemetry = telemetry
+        self._name = name
+        self._consumer: Any = Consumer(
+            {
+                **options,
+                "group.id": f"{settings.topic_prefix}kvledger.bridge.{name}",  # never joined
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",  # a re-created topic: lower claims than ours do no harm
+            },
+            logger=logger,
+        )
+        self._consumer.assign([TopicPartition(settings.replicas_topic, 0, OFFSET_BEGINNING)])
+
+    def poll(self) -> list[ForeignClaim]:
+        """Read on; claims by other bridges. Where Kafka does not answer there are none, for now."""
+        found = []
+        for message in self._consumer.consume(WATCH_MESSAGES_MAX, timeout=0):
+            if message.error() is not None:
+                self._telemetry.kafka_failed(message.error().name(), message.error().str())
+                continue
+            offset = int(message.offset())
+            self.read_to = max(self.read_to, offset)
+            self.table.take(message.key(), message.value())
+            who = parse_claim_key(message.key())
+            if who is None or not message.value():
+                continue
+            try:
+                record = decode_replica(message.value())
+            except Poison as error:
+                self._telemetry.kafka_failed("claim_unreadable", str(error))
+                continue
+            if isinstance(record, Claim) and record.bridge != self._name:
+                found.append(ForeignClaim(who, offset))
+        return found
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._consumer.close()

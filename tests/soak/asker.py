@@ -68,10 +68,12 @@ class Asker:
         self._under_way -= 1
 
     async def _tick(self) -> None:
+        at = time.monotonic()
         while True:
-            at = time.monotonic()
             await asyncio.sleep(TICK_SECONDS)
-            self._late += max(0.0, time.monotonic() - at - TICK_SECONDS)
+            now = time.monotonic()
+            self._late += max(0.0, now - at - TICK_SECONDS)
+            at = now  # what passes behind this line is the next tick's
 
 
 def drift(now: float) -> int:

@@ -96,6 +96,8 @@ class Soak:
         self._say = say
         self._canary = canary
         self._checker = Checker(world.asker.process.log, world.engines, world.prompts)
+        self._reader = LogReader(world.bootstrap, world.prefix, PARTITIONS)
+        self._reading = threading.Lock()
         self._over, self._stopped = threading.Event(), threading.Event()
         self._keeper = self._thread("keeper", self._keep)
         self._failed: list[str] = []
@@ -155,10 +157,11 @@ class Soak:
             self._healed = time.monotonic() - healing
             self._rest(QUIET_SECONDS_MAX, "it stays so", seconds_min=STEADY_SECONDS)
             self._world.asker.stop()
-            found = self.compare()
+            found = self.compare(canary=self._canary)
         finally:
             self._stopped.set()
             self._keeper.join()
+            self._reader.close()
         crashed = [end for one in self._world.managed for end in one.ends if "Traceback" in end]
         return Result([*self._failed, *self._checker.broken, *found, *crashed], self._totals())
 
@@ -176,11 +179,13 @@ class Soak:
         return threading.Thread(target=guarded, name=name, daemon=True)
 
     def _keep(self) -> None:
-        """Processes that ended by themselves come back; answers are judged."""
+        """Processes that ended by themselves come back; the log is read, answers are judged."""
         shown = time.monotonic()
         while not self._stopped.wait(TURN_SECONDS):
             self._world.keep()
             self._checker.poll()
+            with self._reading:
+                self._reader.poll(0)
             if time.monotonic() > shown + PROGRESS_SECONDS:
                 shown = time.monotonic()
                 self._say(self._totals())
@@ -211,35 +216,25 @@ class Soak:
     def _rest(self, seconds: float, what: str, *, seconds_min: float = 0.0) -> None:
         """Until the log covers all that the engines said, every rank is followed, and routers hear so."""
         began = time.monotonic()
-        self._quieten()
-        reader = LogReader(self._world.bootstrap, self._world.prefix, PARTITIONS)
-        try:
-            while (
-                late := self._behind(reader) + self._unheard(reader, began)
-            ) or time.monotonic() < began + seconds_min:
-                if time.monotonic() > began + seconds:
-                    self._failed.append(f"not within {seconds:.0f} s: {what}: {'; '.join(late)}")
-                    return
-                for engine in self._world.ranks:
-                    engine.rest()
-                self._drain(reader, REST_SECONDS)
-        finally:
-            reader.close()
-
-    def _quieten(self) -> None:
         for engine in self._world.ranks:
             engine.odds = Odds()
+        while True:
+            with self._reading:
+                late = self._behind() + self._unheard(began)
+            if not late and time.monotonic() > began + seconds_min:
+                return
+            if time.monotonic() > began + seconds:
+                self._failed.append(f"not within {seconds:.0f} s: {what}: {'; '.join(late)}")
+                return
+            for engine in self._world.ranks:
+                engine.rest()
+            time.sleep(REST_SECONDS)
 
-    def _drain(self, reader: LogReader, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            reader.poll(TURN_SECONDS)
-
-    def _behind(self, reader: LogReader) -> list[str]:
+    def _behind(self) -> list[str]:
         """Ranks that the log does not cover to their last batch; the first look is never enough."""
         late = []
         for engine in self._world.ranks:
-            rank = reader.ranks.get(engine.name)
+            rank = self._reader.ranks.get(engine.name)
             if rank is None:
                 late.append(f"{engine.name} is not in the log")
             elif not rank.state.loaded or rank.state.suspended or rank.state.seq != engine.life.head:
@@ -250,12 +245,12 @@ class Soak:
                 )
         return late
 
-    def _unheard(self, reader: LogReader, since: float) -> list[str]:
+    def _unheard(self, since: float) -> list[str]:
         """Ranks of which routers do not hear what the log says: the newest answer to a question since then."""
         late = []
         for engine in self._world.ranks:
             at, held = self._checker.settled.get(engine.name, (0.0, None))
-            rank = reader.ranks.get(engine.name)
+            rank = self._reader.ranks.get(engine.name)
             due = best_status(rank.state) if rank else "exact"
             if held is None or at < since:
                 late.append(f"{engine.name}: no answer")
@@ -263,31 +258,31 @@ class Soak:
                 late.append(f"{engine.name}: {held.status} instead of {due} ({held.reason})")
         return late
 
-    def compare(self) -> list[str]:
-        """Engines, log and index; a canary leaves out one claim."""
-        world = self._world
-        reader = LogReader(world.bootstrap, world.prefix, PARTITIONS)
-        try:
-            end = time.monotonic() + QUIET_SECONDS_MAX
-            while True:
-                self._drain(reader, 1.0)
-                dumped = world.dump()
-                if self._canary:
-                    dumped.discard(min(dumped, key=repr))
-                found = [fault for rank in self._quiet(reader, dumped) for fault in verdict(rank)]
-                found += self._behind(reader)  # a bridge may still have had something to say
-                if not found or self._canary or time.monotonic() > end:
-                    break
-        finally:
-            reader.close()
-        self._claims = len(dumped)
-        self._gaps = sum(len(rank.of(Gap)) for rank in reader.ranks.values())
+    def compare(self, *, canary: bool = False) -> list[str]:
+        """Engines, log and index; a canary leaves out one claim. Call it while the log is still read."""
+        end = time.monotonic() + QUIET_SECONDS_MAX
+        while True:
+            time.sleep(2 * TURN_SECONDS)
+            with self._reading:
+                late = self._behind()  # a bridge may still have something to say
+                found = late or self._differences(canary=canary)
+            if not found or (canary and not late) or time.monotonic() > end:
+                break
+            time.sleep(REST_SECONDS)
+        self._gaps = sum(len(rank.of(Gap)) for rank in self._reader.ranks.values())
         return found
 
-    def _quiet(self, reader: LogReader, dumped: set[tuple[str, int | None, str, int]]) -> list[Quiet]:
+    def _differences(self, *, canary: bool) -> list[str]:
+        dumped = self._world.dump()
+        if canary:
+            dumped.discard(min(dumped, key=repr))
+        self._claims = len(dumped)
+        return [fault for rank in self._quiet(dumped) for fault in verdict(rank)]
+
+    def _quiet(self, dumped: set[tuple[str, int | None, str, int]]) -> list[Quiet]:
         ranks = []
         for engine in self._world.ranks:
-            rank = reader.ranks[engine.name]
+            rank = self._reader.ranks[engine.name]
             ranks.append(
                 Quiet(
                     engine.name,

@@ -41,7 +41,7 @@ def test_engines_log_and_index_agree_after_a_few_faults(stack: Stack, tmp_path: 
             older = soak.trial("redis older", "redis", 2.0)
             failover = soak.trial("redis failover", "redis", 0.0)
         result = soak.reckon()
-        canary = Soak(world, [], canary=True).compare()
+        canary = soak.compare(canary=True)
 
     assert result.broken == [], result.totals
     assert len({fault.kind for fault in faults}) >= 5

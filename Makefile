@@ -12,9 +12,10 @@ VLLM ?= 0.32.0
 MINUTES ?= 20
 CANARY ?=
 SECONDS ?= 300
+KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test model live soak outage lint format pins jars clean
+.PHONY: help setup demo test model live soak outage kills lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +41,9 @@ soak: setup ## use 4 replicas and break everything else by a seed; engines, log 
 
 outage: setup ## each fault of a server by itself, Kafka away for SECONDS=300: time until all is live again
 	@PYTHONPATH=tests/faults:tests/integration:tests/soak $(VENV)/python tests/soak/outage.py $(SECONDS)
+
+kills: setup ## kill a bridge at KILLS=100 random moments (SEED=1) over an engine that remembers 32 batches; answers must stay exact
+	@PYTHONPATH=tests/faults $(VENV)/python tests/faults/killing.py $(KILLS) $(SEED)
 
 lint: setup ## ruff, mypy and the import rules
 	$(VENV)/ruff check .

@@ -32,7 +32,7 @@ from kvledger_bridge.errors import InvalidConfig
 from kvledger_engine.errors import BadRecording
 from kvledger_engine.recording import Media as Item
 from kvledger_engine.recording import Meta, Published
-from kvledger_engine.standin import StandIn
+from kvledger_engine.standin import BUFFER_STEPS_DEFAULT, StandIn
 from kvledger_index.model import ModelEntry
 from kvledger_router import Holder, Index, Match, Media
 from kvledger_wire.topics import topic_specs
@@ -94,21 +94,26 @@ class Pipeline:
         url, space = self._stack.redis, self.name
         return Index.from_url(url, model=model, namespace=space, deadline_seconds=QUERY_SECONDS_MAX)
 
-    async def engine(self, meta: Meta) -> RunningEngine:
-        """A stand-in for the recorded engine with a bridge of its own; its life is open when this returns."""
+    async def engine(self, meta: Meta, *, buffer_steps: int = BUFFER_STEPS_DEFAULT) -> RunningEngine:
+        """A stand-in for the recorded engine with a bridge of its own; its life is open when this returns.
+
+        ``buffer_steps``: batches that its replay endpoint remembers.
+        """
         entry = meta.entry()
         try:
             checked_entry(models_entry(entry))
         except InvalidConfig as error:
             msg = f"the meta line makes no model entry: {error}"
             raise BadRecording(msg) from error
-        (running,) = self.attach({f"engine-{next(self._numbers)}": entry})
+        (running,) = self.attach({f"engine-{next(self._numbers)}": entry}, buffer_steps=buffer_steps)
         await running.settle()
         return running
 
-    def attach(self, entries: Mapping[str, ModelEntry]) -> list[RunningEngine]:
+    def attach(
+        self, entries: Mapping[str, ModelEntry], *, buffer_steps: int = BUFFER_STEPS_DEFAULT
+    ) -> list[RunningEngine]:
         """Stand-in engines by replica name, and one bridge for all of them; their lives open in a moment."""
-        standins = {replica: StandIn().start() for replica in entries}
+        standins = {replica: StandIn(buffer_steps=buffer_steps).start() for replica in entries}
         bridge = self._bridge(entries, {name: (standin.data, standin.replay) for name, standin in standins.items()})
         engines = [RunningEngine(self, name, entries[name], standin, bridge) for name, standin in standins.items()]
         for engine in engines:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvledger_index.model import GROUP_MAX
-from kvledger_index.units import STEP_OPS_MAX, UNIT_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
+from kvledger_index.units import NEVER, STEP_OPS_MAX, UNIT_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
 from kvledger_streams.errors import UnreadableState
 from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, proves, size_of, stamp_of, watch
 from kvledger_wire.accept import Dropped, Effect, Loading, Opening, RankState, accept, unload
@@ -187,6 +187,23 @@ def fresh(
     return state
 
 
+def seed(state: PartitionState, owners: Mapping[str, int], *, nonce: Callable[[], bytes]) -> Iterator[Step]:
+    """Steps, to be applied before anything of a rebuild is read: of these ranks lower owners are ended already.
+
+    Their Fence is behind the start, or gone with the log's head; what they send late must not count for all that. They
+    are kept like ranks that were forgotten: some hundred bytes each, outside the catalogue. O(ranks).
+    """
+    ranks = sorted(owners)
+    for at in range(0, len(ranks), RANKS_PER_STEP_MAX):
+        units = []
+        for rank in ranks[at : at + RANKS_PER_STEP_MAX]:
+            state.ranks[rank] = RankState(owner=owners[rank])
+            state.cards[rank], state.heard[rank] = None, state.broker_ms
+            state.forgotten.add(rank)
+            units.append(_leaving(state.ranks[rank], rank, NEVER, state.broker_ms))
+        yield _step(state, tuple(units), at_end=False, nonce=nonce())
+
+
 def fold(
     state: PartitionState, records: Iterable[LogRecord], *, end: int, nonce: Callable[[], bytes], tally: Tally
 ) -> Iterator[Step]:
@@ -232,6 +249,11 @@ def forget(state: PartitionState, seconds: float, *, nonce: Callable[[], bytes],
     if not due:
         return None
     units = tuple(_farewell(state, rank, tally) for rank in due[:RANKS_PER_STEP_MAX])
+    return _step(state, units, at_end=True, nonce=nonce())
+
+
+def _step(state: PartitionState, units: tuple[RankUnit, ...], *, at_end: bool, nonce: bytes) -> Step:
+    """The next step; the restart offset moves up to the first record of anything unfinished."""
     restart = min(state.tails.values(), default=state.read)
     step = Step(
         partition=state.partition,
@@ -240,9 +262,9 @@ def forget(state: PartitionState, seconds: float, *, nonce: Callable[[], bytes],
         restart=restart,
         read=state.read,
         units=units,
-        at_end=True,
+        at_end=at_end,
         broker_ms=state.broker_ms,
-        nonce=nonce(),
+        nonce=nonce,
     )
     state.restart = restart
     return step
@@ -260,12 +282,16 @@ def _farewell(state: PartitionState, rank: str, tally: Tally) -> RankUnit:
     why = "closed" if old.closed else f"unheard of for {(state.broker_ms - heard_ms) // 1000} s"
     tally.forgotten += 1
     tally.note("forgotten", rank, state.read, why)
-    stamp = stamp_of(kept)
+    return _leaving(kept, rank, stamp_of(kept), heard_ms)
+
+
+def _leaving(kept: RankState, rank: str, before: Stamp, heard_ms: int) -> RankUnit:
+    """A unit that leaves nothing of a rank in the catalogue but keeps its state."""
     return RankUnit(
         rank=rank,
-        model=old.entry.model if old.entry else "",
-        before=stamp,
-        after=stamp,
+        model=kept.entry.model if kept.entry else "",
+        before=before,
+        after=stamp_of(kept),
         ops=(Drop(),),
         now=now_of(kept, {}, heard_ms, heard_ms),
         state=_encoder.encode(_Blob(STATE_VERSION, kept, (), heard_ms, forgotten=True)),
@@ -367,21 +393,8 @@ class _Cut:
 
     def step(self, *, at_end: bool) -> Step:
         """Close what was gathered."""
-        state = self._state
-        restart = min(state.tails.values(), default=state.read)
         units = tuple(self._unit(rank, making) for rank, making in self._making.items())
-        step = Step(
-            partition=state.partition,
-            topic_id=state.topic_id,
-            restart_before=state.restart,
-            restart=restart,
-            read=state.read,
-            units=units,
-            at_end=at_end,
-            broker_ms=state.broker_ms,
-            nonce=self._nonce(),
-        )
-        state.restart = restart
+        step = _step(self._state, units, at_end=at_end, nonce=self._nonce())
         self._tally.units += len(units)
         self._tally.ops += self._ops
         self._making = {}

@@ -118,21 +118,23 @@ class Pointers:
     def _check(
         self, consumer: Consumer, table: ReplicaTable, partition: int, partitions: int, deadline: float
     ) -> Starts:
+        """``starts``, of a table that was read."""
+        fences = table.fences(partition, partitions)
         consumer.assign([TopicPartition(self._events, partition, OFFSET_BEGINNING)])
         first = self._next(consumer, deadline)
         if first is None:
-            return Starts({}, "the log is empty")
+            return Starts({}, "the log is empty", fences)
         starts: dict[str, int] = {}
         for rank, pointer in table.pointers(partition, partitions, first.timestamp()[1]).items():
             if pointer is None or pointer.offset < 0:
-                return Starts({}, f"{rank} has no pointer")
+                return Starts({}, f"{rank} has no pointer", fences)
             consumer.seek(TopicPartition(self._events, partition, pointer.offset))
             message = self._next(consumer, deadline)
             found = message is not None and message.offset() == pointer.offset
             if not found or not begins(rank, message.key(), message.value()):
-                return Starts({}, f"at {pointer.offset}, where {rank} points, is nothing to begin with")
+                return Starts({}, f"at {pointer.offset}, where {rank} points, is nothing to begin with", fences)
             starts[rank] = pointer.offset
-        return Starts(starts, "" if starts else "nobody follows a rank of this partition")
+        return Starts(starts, "" if starts else "nobody follows a rank of this partition", fences)
 
     def _next(self, consumer: Consumer, deadline: float) -> Any:
         """The record where the consumer was sent, or behind it; None where there is none."""

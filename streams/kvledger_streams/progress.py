@@ -39,16 +39,19 @@ class Starts(NamedTuple):
     """The offset of each rank's newest Opened or complete checkpoint, by ``replica/rank``; each was looked at.
 
     Where one of them is missing there are none, and ``why`` says so: that rank must be looked for in the whole log.
+    ``fences``: for each rank that anybody ever followed, offsets of Fences and whose they are.
     """
 
     ranks: Mapping[str, int]
     why: str
+    fences: Mapping[str, Mapping[int, int]] = {}
 
 
 class Plan(msgspec.Struct, frozen=True):
     """Read from ``restart``; ranks are stale until ``target`` is read. ``drop``: forget them first, because ``why``.
 
-    ``starts``: records of these ranks below these offsets need not be looked at.
+    ``starts``: records of these ranks below these offsets need not be looked at. ``owners``: of these ranks, owners
+    below these were ended by a Fence that is not read.
     """
 
     restart: int
@@ -56,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     drop: bool
     why: str
     starts: Mapping[str, int] = {}
+    owners: Mapping[str, int] = {}
 
 
 def plan(stored: Progress | None, bounds: Bounds) -> Plan | str:
@@ -71,11 +75,19 @@ def rebuild(bounds: Bounds, why: str, starts: Starts) -> Plan:
     """
     outside = [rank for rank, offset in starts.ranks.items() if not bounds.start <= offset < bounds.end]
     if outside:
-        starts = Starts({}, f"{outside[0]} points outside {bounds.start}..{bounds.end}")
-    if not starts.ranks:
-        return Plan(bounds.start, bounds.end, drop=True, why=f"{why}; from the log's start: {starts.why}")
-    why = f"{why}; from the lowest of {len(starts.ranks)} pointers"
-    return Plan(min(starts.ranks.values()), bounds.end, drop=True, why=why, starts=dict(starts.ranks))
+        starts = Starts({}, f"{outside[0]} points outside {bounds.start}..{bounds.end}", starts.fences)
+    if starts.ranks:
+        restart, why = min(starts.ranks.values()), f"{why}; from the lowest of {len(starts.ranks)} pointers"
+    else:
+        restart, why = bounds.start, f"{why}; from the log's start: {starts.why}"
+    owners = _ended_before(restart, starts.fences)
+    return Plan(restart, bounds.end, drop=True, why=why, starts=dict(starts.ranks), owners=owners)
+
+
+def _ended_before(restart: int, fences: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
+    """Of each rank the highest owner whose Fence lies below where reading begins."""
+    behind = {rank: [owner for fence, owner in each.items() if fence < restart] for rank, each in fences.items()}
+    return {rank: max(owners) for rank, owners in behind.items() if owners}
 
 
 def _unusable(stored: Progress, bounds: Bounds) -> str | None:

@@ -20,7 +20,7 @@ from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
 from kvledger_streams.errors import Unavailable, UnreadableState
-from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, forget, fresh, resume
+from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, forget, fresh, resume, seed
 from kvledger_streams.progress import Bounds, Plan, Starts, Topic, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
@@ -281,6 +281,10 @@ class Worker:
         if state is None:
             state = fresh(number, restart=made.restart, starts=made.starts, **facts)  # type: ignore[arg-type]  # the same
         await self._writer.seek(number, topic.id, made.restart, made.target, drop=made.drop)
+        for step in seed(state, made.owners, nonce=_nonce):
+            outcome = await self._writer.apply(step)
+            if outcome.verdict == "refused":
+                raise _Resync(outcome.why)
         epoch = await source.seek(number, made.restart)
         if epoch is None or self._partitions.get(number) is not part:
             return  # revoked meanwhile

@@ -51,6 +51,19 @@ class ReplicaTable:
             if partition_of(*rank, partitions) == partition and self._heard_ms[rank] >= since_ms
         }
 
+    def fences(self, partition: int, partitions: int) -> dict[str, dict[int, int]]:
+        """Of each rank of a partition that ever had a pointer: offset of a Fence -> whose it is. O(pointers).
+
+        A pointer names the Fence of the owner who wrote what it points at. Who inherits one restates that Fence, so it
+        is the lowest owner's that names it.
+        """
+        found: dict[str, dict[int, int]] = {}
+        for rank, owners in self._pointers.items():
+            if partition_of(*rank, partitions) == partition:
+                named = ((owners[owner].fence, owner) for owner in sorted(owners, reverse=True))
+                found[rank_id(*rank)] = {fence: owner for fence, owner in named if fence >= 0}
+        return found
+
     def newest(self, replica: str, rank: int) -> Pointer | None:
         """The pointer of a rank's highest owner that has one."""
         owners = self._pointers.get((replica, rank))

@@ -32,6 +32,11 @@ def pointers(world: Installation) -> Pointers:
     return Pointers(world.kafka, world.topic, world.prefix + REPLICAS, request_seconds=5.0)
 
 
+async def look(world: Installation, partition: int = 0) -> tuple[dict[str, int], str]:
+    starts = await pointers(world).starts(partition, PARTITIONS)
+    return dict(starts.ranks), starts.why
+
+
 async def test_a_flushed_index_comes_back_whole_although_retention_took_the_logs_head(
     world: Installation, eventually_async: Any
 ) -> None:
@@ -99,28 +104,28 @@ async def test_pointers_count_only_where_the_rank_begins_there(world: Installati
     world.point(
         owner=4, **{names[1].replace("-", "_"): -1, names[2].replace("-", "_"): 2, names[3].replace("-", "_"): 1 << 40}
     )
-    found = [await pointers(world).starts(number, PARTITIONS) for number in range(PARTITIONS)]
+    found = [await look(world, number) for number in range(PARTITIONS)]
 
     assert found[0] == ({f"{names[0]}/0": world.beginnings[f"{names[0]}/0"]}, "")
     assert found[1] == ({}, f"{names[1]}/0 has no pointer")
-    assert [dict(each.ranks) for each in found[2:]] == [{}, {}]
-    assert all("nothing to begin with" in each.why for each in found[2:])
+    assert [ranks for ranks, _ in found[2:]] == [{}, {}]
+    assert all("nothing to begin with" in why for _, why in found[2:])
 
 
 async def test_ranks_that_nobody_follows_any_more_do_not_send_a_rebuild_to_the_logs_start(world: Installation) -> None:
     """Its pod left no tombstone, and where it points is below the log's start, or was never written."""
     gone, lives = [f"pod-{i}" for i in range(40) if world.place(f"pod-{i}/0/*".encode()) == 0][:2]
-    assert await pointers(world).starts(0, PARTITIONS) == ({}, "the log is empty")
+    assert await look(world) == ({}, "the log is empty")
     world.beginnings = {f"{gone}/0": 7}
     world.point()
     rank = RankLog(world.log, lives, owner=3)
     rank.open()
     world.push()
-    assert await pointers(world).starts(0, PARTITIONS) == ({}, "nobody follows a rank of this partition")
+    assert await look(world) == ({}, "nobody follows a rank of this partition")
     del world.beginnings[f"{gone}/0"]
     world.point()
 
-    assert await pointers(world).starts(0, PARTITIONS) == ({f"{lives}/0": 0}, "")
+    assert await look(world) == ({f"{lives}/0": 0}, "")
 
 
 async def test_a_look_ends_with_its_time_or_when_it_is_stopped(

@@ -12,6 +12,7 @@ from workerworld import PROMPTS, Kafka, Process, claims, truth
 
 from kvledger_index.memory import MemoryIndex
 from kvledger_streams.errors import Unavailable
+from kvledger_streams.fold import RANKS_PER_STEP_MAX
 from kvledger_streams.progress import Starts
 from kvledger_wire.records import Checkpoint, Opened, decode_event
 from kvledger_wire.replicas import begins
@@ -234,6 +235,59 @@ async def test_a_rebuild_from_any_pointers_ends_as_one_from_zero(seed: int, behi
 
     assert await claims(cut_off) == await claims(whole) == truth(writers)
     assert "pointers" in placed(process)[0][2]
+
+
+def ended(kafka: Kafka) -> tuple[RankLog, RankLog]:
+    """The newer bridge fenced, its Fence and all it wrote are gone with the log's head; the older one wakes up."""
+    old = RankLog(kafka.logs[0], "pod-0", owner=3)
+    new = RankLog(kafka.logs[0], "pod-0", owner=5)
+    old.take_over(3)
+    old.open()
+    old.batch((0, "gpu", "store", PROMPTS[0], 0, 9))
+    new.take_over(5)
+    new.open()
+    cut(kafka, kafka.end(0))
+    old.checkpoint(1)
+    old.batch((0, "gpu", "store", PROMPTS[0], 9, 12))
+    return old, new
+
+
+async def test_what_an_owner_sends_that_was_ended_before_the_logs_start_does_not_count() -> None:
+    """Also for the worker after the one that rebuilt."""
+    kafka = Kafka(1)
+    old, new = ended(kafka)
+    kafka.starts_known = Starts({}, "nobody points", {old.id: {0: 3, 3: 5}})
+    index = MemoryIndex()
+    await Process(kafka, index).settle()
+    old.checkpoint(1)
+    await Process(kafka, index).settle()
+    assert await claims(index) == set()
+    assert await index.models() == []
+
+    new.checkpoint(1)
+    new.batch((0, "gpu", "store", PROMPTS[2], 0, 3))
+    process = Process(kafka, index)
+    await process.settle()
+    assert await claims(index) == {(new.id, *claim) for claim in new.held}
+    assert [line["rank"] for line in process.lines("rank_loaded")] == [new.id]
+
+
+async def test_canary_without_knowing_who_was_ended_an_old_life_is_served() -> None:
+    kafka = Kafka(1)
+    old, _ = ended(kafka)
+    index = MemoryIndex()
+    await Process(kafka, index).settle()
+
+    assert await claims(index) == {(old.id, *claim) for claim in old.held}
+
+
+async def test_owners_of_more_ranks_than_a_step_may_have_are_told_in_several() -> None:
+    kafka, index = Kafka(1), MemoryIndex()
+    names = [f"gone-{i}/0" for i in range(RANKS_PER_STEP_MAX + 1)]
+    kafka.starts_known = Starts({}, "nobody points", {name: {-5: 7} for name in names})
+    await Process(kafka, index).settle()
+
+    assert {name: stamp.owner for name, (stamp, _) in (await index.load(0)).ranks.items()} == dict.fromkeys(names, 7)
 
 
 async def test_canary_a_start_behind_a_first_part_is_caught() -> None:

@@ -69,6 +69,16 @@ def test_a_pointer_outside_the_log_costs_all_of_them(offset: int) -> None:
     assert "b/0 points outside 100..200" in made.why
 
 
+def test_owners_that_were_ended_before_reading_begins_are_told() -> None:
+    """A Fence at the start or behind it is read."""
+    fences = {"a/0": {90: 5, 119: 7, 120: 8}, "b/0": {150: 3}}
+    below = rebuild(LOG, "nothing stored", Starts({"a/0": 180, "b/0": 120}, "", fences))
+    above = rebuild(LOG, "nothing stored", Starts({}, "no pointer", fences))
+
+    assert below.owners == {"a/0": 7}
+    assert (above.restart, above.owners) == (100, {"a/0": 5})
+
+
 @given(
     st.none()
     | st.builds(Progress, st.sampled_from(["a", "b"]), st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)),

@@ -128,6 +128,26 @@ def test_keys_that_name_nobody_are_passed_over(key: bytes | None) -> None:
     assert table.newest("pod-a", 0) is None
 
 
+def test_a_fence_is_of_the_lowest_owner_that_names_it() -> None:
+    """Owner 5 fenced at 10; 7 inherited its pointer and, once it had fenced at 40, named that; 9 has just inherited."""
+    table = ReplicaTable()
+    for owner, fence, offset in ((5, 10, 12), (7, 40, 12), (9, 40, 12), (11, -1, -1)):
+        table.take(pointer_key("pod-a", 0, owner), encode(Pointer(0, owner, fence, offset)))
+
+    assert table.fences(HOME, PARTITIONS) == {"pod-a/0": {10: 5, 40: 7}}
+    assert table.fences((HOME + 1) % PARTITIONS, PARTITIONS) == {}
+
+
+def test_fences_are_told_of_ranks_that_left_too() -> None:
+    """What their bridges send late counts as little."""
+    table = ReplicaTable()
+    claim(table)
+    point(table, 7, 40)
+    table.take(claim_key("pod-a", 0), None)
+
+    assert table.fences(HOME, PARTITIONS) == {"pod-a/0": {39: 7}}
+
+
 def test_reading_begins_at_opened_and_at_a_first_part_of_that_rank_only() -> None:
     rank, log = opened_rank()
     rank.batch((0, "gpu", "store", KEYS, 0, 1))

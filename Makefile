@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 PYTEST_ARGS ?=
+WORKERS ?= 2
 FAMILIES ?= gemma3 llama lfm2 mistral llama4
 REQUESTS ?= 40
 SEED ?= 1
@@ -27,8 +28,8 @@ setup: ## make .venv with everything in it (quick when nothing changed)
 demo: setup ## replay three recorded engines through Kafka, Faust and Redis, and compare with the engines' own answers
 	@$(VENV)/kvledger demo
 
-test: setup ## run all tests, against a real Kafka and Redis (PYTEST_ARGS='-k name' for some)
-	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+test: setup ## run all tests, against a real Kafka and Redis (PYTEST_ARGS='-k name' for some, WORKERS=0 for one after the other)
+	@$(VENV)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 model: setup ## play random schedules of all faults through the model of the protocol (RUNS=2000 SEED=1 LENGTH=300)
 	@$(VENV)/python tests/model/protocol/protocol_schedules.py run $(RUNS) --seed $(SEED) --length $(LENGTH)

@@ -1,4 +1,8 @@
-"""Fixtures for every room: one Kafka and one Redis for the whole run, started when the first test asks."""
+"""Fixtures for every room: one Kafka and one Redis for the whole run.
+
+They start when the first test asks. With several workers (``-n 2``) the process that hands out the tests starts them
+before its workers, and ends them after the last one.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ from typing import Any, Protocol
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvledger.stack import LocalKafka, LocalRedis, Stack
+from kvledger.stack import LocalKafka, LocalRedis, Progress, Stack, silent
 
 FIXTURES = Path(__file__).parent / "fixtures"
 POLL_SECONDS = 0.02
-EVENTUALLY_SECONDS = 10.0
+EVENTUALLY_SECONDS = 30.0
+"""Guards against hanging only: a machine that does other work is no failure. What is promised in time is measured."""
 
 SERVICE_FIXTURES = frozenset({"stack", "kafka", "redis_url", "create_topics", "redis_server", "kafka_broker"})
 """Tests that ask for one of these are marked ``services``."""
@@ -26,6 +31,9 @@ ENVIRONMENT = dict(os.environ)
 """As it was at the start: the stack may be told by it which services and which cache to use; tests see none of it."""
 for _name in [name for name in os.environ if name.startswith("KVLEDGER_")]:
     del os.environ[_name]
+
+SHARED = pytest.StashKey[Stack]()
+"""The services of a run with several workers."""
 
 _numbers = itertools.count(1)
 
@@ -71,26 +79,38 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     asked = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if session.config.option.collectonly or not asked & {"kafka", "kafka_broker"}:
         return
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    with Stack(progress=_teller(session.config), environment=ENVIRONMENT, local="kafka_broker" in asked) as stack:
+        stack.prepare()
 
-    def progress(sentence: str) -> None:
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, in the process that hands out the tests
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where the run's services are; the first one makes them start."""
+    if SHARED not in node.config.stash:
+        shared = node.config.stash[SHARED] = Stack(progress=_teller(node.config), environment=ENVIRONMENT)
+        node.config.add_cleanup(shared.stop)
+        shared.start()
+    shared = node.config.stash[SHARED]
+    node.workerinput["services"] = {"KVLEDGER_KAFKA": shared.kafka, "KVLEDGER_REDIS": shared.redis}
+
+
+def _teller(config: pytest.Config) -> Progress:
+    """Where a stack says what it does: the terminal, if this process has it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+
+    def tell(sentence: str) -> None:
         if reporter is not None:
             reporter.write_line(f"stack: {sentence}")
 
-    with Stack(progress=progress, environment=ENVIRONMENT, local="kafka_broker" in asked) as stack:
-        stack.prepare()
+    return tell
 
 
 @pytest.fixture(scope="session")
 def stack(pytestconfig: pytest.Config) -> Iterator[Stack]:
     """The run's services; nothing runs before ``.kafka`` or ``.redis`` is asked for."""
-    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-
-    def progress(sentence: str) -> None:
-        if reporter is not None and pytestconfig.getoption("verbose") > 0:
-            reporter.write_line(f"stack: {sentence}")
-
-    with Stack(progress=progress, environment=ENVIRONMENT) as running:
+    progress = _teller(pytestconfig) if pytestconfig.getoption("verbose") > 0 else silent
+    services: dict[str, str] = getattr(pytestconfig, "workerinput", {}).get("services", {})
+    with Stack(progress=progress, environment=ENVIRONMENT | services) as running:
         yield running
 
 

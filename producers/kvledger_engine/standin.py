@@ -30,8 +30,8 @@ PUB_MESSAGES_MAX = 100_000
 REPLAY_MESSAGES_MAX = 1000
 """Unsent replies before the ROUTER drops silently: ZMQ's default, which vLLM kept up to 0.32."""
 
-REBIND_SECONDS_MAX = 5.0
-COMMAND_SECONDS_MAX = 10.0
+REBIND_SECONDS_MAX = 20.0
+COMMAND_SECONDS_MAX = 30.0
 END = b"\xff" * 8
 
 Framing = Literal["old", "new"]
@@ -201,7 +201,7 @@ class StandIn:
                 self._subscribers += 1 if self._pub.recv()[:1] == b"\x01" else -1
             return self._subscribers
 
-    def wait_subscribers(self, count: int = 1, seconds: float = 10.0) -> bool:
+    def wait_subscribers(self, count: int = 1, seconds: float = 30.0) -> bool:
         """Wait until at least ``count`` subscriptions are in place; False where the time ran out."""
         end = time.monotonic() + seconds
         pause = threading.Event()

@@ -13,7 +13,7 @@ from kvledger_router.hits import Ending, explain, hit
 from kvledger_router.match import Holder, RankReport
 from kvledger_router.residency import Held, extension, lower_tiers
 from kvledger_router.roster import GPU, Seat
-from kvledger_router.standing import PRECEDENCE, Limits, Note, age_seconds, standing, verdict
+from kvledger_router.standing import MOVED, PRECEDENCE, Limits, Note, age_seconds, standing, verdict
 
 
 class Question(NamedTuple):
@@ -146,7 +146,7 @@ def _notes(seat: Seat, facts: Facts, question: Question, bounds: _Bounds) -> lis
     notes = list(question.notes)
     notes += standing(seat.card, facts.pulse, facts.partition, question.time_ms, question.limits)
     if facts.moved:
-        notes.append(Note("uncertain", "moved: its cache changed while it was read"))
+        notes.append(Note("uncertain", MOVED))
     unplaced = _unplaced(facts.pulse)
     strange = (facts.held.gpu.keys() | unplaced.keys()) - {lane for _, lane in seat.lanes}
     if strange:

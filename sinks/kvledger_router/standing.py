@@ -36,6 +36,9 @@ PRECEDENCE: tuple[Status, ...] = ("unknown", "stale", "uncertain", "at_least")
 TRUSTED: frozenset[Status] = frozenset({"exact", "at_least"})
 """Never over: what :meth:`Match.best` picks from unless asked otherwise."""
 
+MOVED = "moved: its cache changed while it was read"
+"""The one reason that the next question of the same prompt is likely to be without."""
+
 FRESH_SECONDS_MAX_DEFAULT = 3.0
 LEASE_SECONDS_DEFAULT = 15.0
 

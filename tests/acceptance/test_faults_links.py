@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 import pytest
+from load import Load, LoopLag
 from router_fleet import MODEL, PROMPT, Fleet
 
 from kvledger.stack import Stack
@@ -49,6 +50,9 @@ GONE_SECONDS_MAX = 5.0
 HEALED_SECONDS_MAX = 30.0
 TRICKLE_SECONDS = 0.15
 """Between batches until the bridge is back: a stand-in without replay is heard from the next one on."""
+
+LAG_TICK_SECONDS = 0.05
+"""Coarse: what every short sleep takes longer than it should would add up."""
 
 TRUSTED = frozenset({"exact", "at_least"})
 
@@ -166,13 +170,16 @@ class Watch:
     def __init__(self, index: Index, prompts: Sequence[tuple[int, ...]]) -> None:
         self._index = index
         self._prompts = prompts
+        self._lag = LoopLag(LAG_TICK_SECONDS)
         self.seen: list[Seen] = []
 
     async def __aenter__(self) -> Self:
+        await self._lag.__aenter__()
         self._task = asyncio.create_task(self._ask())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._lag.__aexit__()
         self._task.cancel()
         await asyncio.wait([self._task])
         await self._index.aclose()
@@ -187,15 +194,15 @@ class Watch:
                 self.seen.append(Seen(at, number, match.holders[0]))
             await asyncio.sleep(ASK_SECONDS)
 
-    async def until(self, condition: Callable[[Holder], bool], seconds: float, what: str) -> Seen:
-        """The first answer asked for from now on that is so."""
-        start, looked = time.monotonic(), len(self.seen)
+    async def until(self, condition: Callable[[Holder], bool], what: str, seconds: float = HEALED_SECONDS_MAX) -> Seen:
+        """The first answer asked for from now on that is so, within ``seconds`` and what this loop itself was late."""
+        start, looked, late = time.monotonic(), len(self.seen), self._lag.seconds
         while True:
             for one in itertools.islice(self.seen, looked, None):
                 looked += 1
                 if one.at >= start and condition(one.holder):
                     return one
-            if time.monotonic() > start + seconds:
+            if time.monotonic() > start + seconds + self._lag.seconds - late:
                 told = {
                     (one.holder.status, one.holder.as_of, one.holder.hit_tokens): one
                     for one in self.seen
@@ -336,7 +343,10 @@ async def restart_behind_a_cut(pipeline: Pipeline, link: Callable[[str], Proxy],
     async with following(pipeline, engine, oracle) as watch:
         await engine.told([]) if replay else await first_contact(engine, batches[0])
         await engine.told(batches[0 if replay else 1 : FIRST])
-        await watch.until(lambda holder: holder.status == "exact" and holder.hit_tokens > 0, 5, "the old life is exact")
+        await watch.until(
+            lambda holder: holder.status == "exact" and holder.hit_tokens > 0,
+            "the old life is exact",
+        )
         for one in engine.links:
             one.pause()  # both before either is cut: an engine that still answers for itself would be proven alive
         for one in engine.links:
@@ -345,7 +355,7 @@ async def restart_behind_a_cut(pipeline: Pipeline, link: Callable[[str], Proxy],
         await asyncio.to_thread(engine.standin.restart)
         for _ in range(FIRST):
             engine.standin.publish(empty)
-        noticed = await watch.until(lambda holder: holder.status not in TRUSTED, TOLD_SECONDS_MAX, "it is doubted")
+        noticed = await watch.until(lambda holder: holder.status not in TRUSTED, "it is doubted", TOLD_SECONDS_MAX)
         for one in engine.links:
             one.resume()
         resumed = time.monotonic()
@@ -354,10 +364,10 @@ async def restart_behind_a_cut(pipeline: Pipeline, link: Callable[[str], Proxy],
             engine.standin.publish(empty)
         gone = await watch.until(
             lambda holder: holder.status in TRUSTED and holder.hit_tokens == 0 and (holder.as_of or 0) >= FIRST,
-            GONE_SECONDS_MAX - (time.monotonic() - resumed),
             "the old life is gone",
+            GONE_SECONDS_MAX - (time.monotonic() - resumed),
         )
-        await watch.until(lambda holder: holder.as_of == FIRST + 2, 5, "the new life is followed")
+        await watch.until(lambda holder: holder.as_of == FIRST + 2, "the new life is followed")
 
     assert wrong([one for one in watch.trusted() if one.at < cut], oracle) == []
     assert [one for one in watch.trusted(noticed.at) if one.holder.hit_tokens > 0] == []
@@ -388,15 +398,13 @@ async def test_an_engine_behind_a_black_hole_is_suspended_and_exact_again(
         for one in engine.links:
             one.blackhole()
         engine.publish(batches[FIRST:AFTER])
-        await watch.until(lambda holder: "suspended" in holder.reason, 10, "the bridge doubts the engine")
+        await watch.until(lambda holder: "suspended" in holder.reason, "the bridge doubts the engine")
         doubted = time.monotonic()
-        await watch.until(lambda holder: (holder.age_seconds or 0) > 1, 10, "it stays so")
+        await watch.until(lambda holder: (holder.age_seconds or 0) > 1, "it stays so")
         resumed = time.monotonic()
         for one in engine.links:
             one.resume()
-        await watch.until(
-            lambda holder: holder.status == "exact" and holder.as_of == AFTER - 1, HEALED_SECONDS_MAX, "exact again"
-        )
+        await watch.until(lambda holder: holder.status == "exact" and holder.as_of == AFTER - 1, "exact again")
 
     # once the same life is proven, "exact as of 99" is true again for the moment until 100 is applied
     assert wrong(watch.trusted(), oracle) == []
@@ -417,65 +425,16 @@ async def test_an_engine_without_replay_behind_a_black_hole_is_never_exact_over_
         await engine.told(batches[1:FIRST])
         engine.data.blackhole()
         engine.publish(batches[FIRST:lost])
-        await watch.until(lambda holder: holder.status not in TRUSTED, 10, "it is stale")
+        await watch.until(lambda holder: holder.status not in TRUSTED, "it is stale")
         engine.data.resume()
         for batch in batches[lost:AFTER]:  # the first of them may come before the bridge is back
             engine.publish([batch])
             if (watch.seen[-1].holder.as_of or 0) < lost:
                 await asyncio.sleep(TRICKLE_SECONDS)
-        await watch.until(lambda holder: holder.status == "at_least" and holder.as_of == back, 10, "it is followed")
+        await watch.until(lambda holder: holder.status == "at_least" and holder.as_of == back, "it is followed")
 
     assert wrong(watch.trusted(), oracle) == []
     assert [one for one in watch.trusted() if one.holder.status == "exact" and (one.holder.as_of or 0) >= FIRST] == []
-
-
-class Question(NamedTuple):
-    """One call of a router: when, how long, with an opinion or not, and how far its own loop was late meanwhile."""
-
-    at: float
-    seconds: float
-    opinion: bool
-    lag_seconds: float
-
-
-class Router:
-    """Asks at a steady rate, whether or not earlier questions are answered, and measures its own loop beside it."""
-
-    TICK_SECONDS = 0.001
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self.questions: list[Question] = []
-        self._late = 0.0
-        """By how much all ticks so far came late, in sum."""
-
-    async def run(self, until: Callable[[], bool], seconds: float, *, per_second: float, what: str) -> None:
-        """Ask until so; the condition is looked at before each question."""
-        start = time.monotonic()
-        ticking = asyncio.create_task(self._tick())
-        async with asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                if until():
-                    break
-                if time.monotonic() > start + seconds:
-                    pytest.fail(f"not within {seconds} s: {what}")
-                await asyncio.sleep(max(0.0, start + number / per_second - time.monotonic()))
-                group.create_task(self._ask())
-        ticking.cancel()
-        await asyncio.wait([ticking])
-
-    async def _ask(self) -> None:
-        at, late = time.monotonic(), self._late
-        match = await self._index.match(PROMPT)
-        took = time.monotonic() - at
-        await asyncio.sleep(self.TICK_SECONDS)  # a tick that is late because of us is counted before we look
-        self.questions.append(Question(at, took, match.opinion, self._late - late))
-
-    async def _tick(self) -> None:
-        while True:
-            at = time.monotonic()
-            await asyncio.sleep(self.TICK_SECONDS)
-            self._late += max(0.0, time.monotonic() - at - self.TICK_SECONDS)
 
 
 @pytest.mark.timeout(60)
@@ -493,23 +452,18 @@ async def test_a_redis_behind_a_black_hole_costs_no_question_more_than_its_deadl
         await fleet.store("pod-a/0", PROMPT)
         url = f"redis://{proxy.address}/0"
         async with Index.from_url(url, model=MODEL, namespace=namespace, deadline_seconds=deadline) as index:
-            router = Router(index)
-
-            def answered(count: int) -> Callable[[], bool]:
-                return lambda: [one.opinion for one in router.questions[-count:]] == [True] * count
-
-            await router.run(answered(100), 10, per_second=rate, what="answers before the fault")
+            router = Load(index, PROMPT)
+            await router.run(lambda: router.answered(100), 30, per_second=rate, what="answers before the fault")
             proxy.blackhole()
             broken = time.monotonic()
-            await router.run(lambda: time.monotonic() > broken + 2, 10, per_second=rate, what="two seconds pass")
-            during = [one for one in router.questions if one.at > broken]
+            await router.run(lambda: time.monotonic() > broken + 2, 30, per_second=rate, what="two seconds pass")
+            during = router.since(broken)
             refused = index.counters.refused
             proxy.resume()
-            await router.run(answered(100), 15, per_second=rate, what="answers again")
+            await router.run(lambda: router.answered(100), 30, per_second=rate, what="answers again")
             state = index._breaker.state
 
-    over = [one for one in router.questions if one.seconds > deadline + slack + one.lag_seconds]
-    assert over == []
+    assert router.over(deadline + slack) == []
     assert len(during) > 300
     assert not any(one.opinion for one in during)
     assert refused > len(during) / 2, "an open breaker answers at once"
@@ -538,12 +492,10 @@ async def test_a_kafka_that_stands_still_loses_nothing_and_no_stale_answer_is_tr
                 try:
                     engine.publish(batches[FIRST:AFTER])
                     while time.monotonic() < stopped + 10:
-                        await watch.until(lambda _: True, 5, "questions are answered")
+                        await watch.until(lambda _: True, "questions are answered")
                 finally:
                     os.kill(broker.process.pid, signal.SIGCONT)
-                await watch.until(
-                    lambda holder: holder.status == "exact" and holder.as_of == AFTER - 1, HEALED_SECONDS_MAX, "live"
-                )
+                await watch.until(lambda holder: holder.status == "exact" and holder.as_of == AFTER - 1, "live")
             log = engine.log
 
     aged = [one for one in watch.trusted(stopped + 5) if one.at < stopped + 10]

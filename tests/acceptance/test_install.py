@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ABSENT = ("confluent_kafka", "zmq", "faust", "aiokafka", "yaml", "structlog")
 """What a router's process must not need."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("wheel")]  # it is built once
 
 
 def run(*command: str | Path, folder: Path, code: int = 0) -> str:

@@ -38,7 +38,7 @@ CHUNK_BYTES = 16 * 1024
 CHUNKS_MAX = 256
 """Read and not forwarded, per direction: with the kernel's buffers all that a paused link holds."""
 
-CALL_SECONDS_MAX = 10.0
+CALL_SECONDS_MAX = 30.0
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER on, 0 s: closing sends a reset instead of an end."""
 

@@ -17,7 +17,7 @@ import proxy as kit
 import pytest
 from proxy import Proxy
 
-SECONDS = 10.0
+SECONDS = 30.0
 QUIET_SECONDS = 0.15
 """How long nothing must come for it to count as held back."""
 

@@ -24,7 +24,7 @@ from kvledger_wire.topics import EVENTS, REPLICAS
 
 PROMPTS = [prompt("p", 40), prompt("p", 40, fork=20, branch="b"), prompt("q", 9), prompt("r", 33)]
 PARTITIONS = 4
-START_SECONDS_MAX = 30.0
+START_SECONDS_MAX = 60.0
 Claims = set[tuple[str, int | None, str, int]]
 
 
@@ -56,7 +56,7 @@ class WorkerProcess:
         """Any signal."""
         os.kill(self.process.pid, number)
 
-    def stop(self, seconds: float = 15.0, *, number: signal.Signals = signal.SIGTERM) -> int | None:
+    def stop(self, seconds: float = 30.0, *, number: signal.Signals = signal.SIGTERM) -> int | None:
         """Ask it to stop; its exit code."""
         self.send(number)
         assert self.process.join(seconds), self.process.obituary("did not stop")

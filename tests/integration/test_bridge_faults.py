@@ -49,7 +49,7 @@ def test_a_broker_that_dies_stalls_the_bridge_and_loses_nothing(
         eventually(lambda: status(bridge).last == 99)
         broker.kill()
         play(engine, batches[100:200])
-        eventually(lambda: setup.lines(bridge, "kafka_stalled"), 20)
+        eventually(lambda: setup.lines(bridge, "kafka_stalled"))
         stopped_at = status(bridge).last
         broker.start()
         play(engine, batches[200:])
@@ -158,7 +158,7 @@ def test_a_re_created_event_topic_gets_every_rank_again(setup: Setup, eventually
     eventually(lambda: spec.name not in admin.list_topics(timeout=5).topics)
     eventually(lambda: create_topics(admin, [spec]))
     play(engine, batches[50:])
-    eventually(lambda: setup.lines(bridge, "topic_changed"), 20)
+    eventually(lambda: setup.lines(bridge, "topic_changed"))
     rank = setup.reader().until("r/0", batches[-1].seq)
 
     assert rank.blocks == truth(entry, batches)
@@ -204,4 +204,4 @@ def test_no_rank_waits_for_a_busy_one(setup: Setup, eventually: Any) -> None:
     behind = status(bridge, 0).last
 
     assert behind < busy.head
-    eventually(lambda: status(bridge, 0).last == busy.head, 30)
+    eventually(lambda: status(bridge, 0).last == busy.head)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import NewTopic
+from load import LoopLag
 from streamsworld import PARTITIONS, Installation
 
 from kvledger_index.errors import Refused
@@ -41,7 +42,7 @@ async def test_the_index_becomes_what_the_log_says_and_follows_it(world: Install
     world.act(rnd, 300)
     world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     world.act(rnd, 300)
     world.push()
     await eventually_async(world.is_true)
@@ -58,12 +59,12 @@ async def test_a_worker_killed_in_the_middle_is_replaced(world: Installation, ev
     world.act(rnd, 200)
     world.push()
     first = world.worker(KVLEDGER_STREAMS_POLL_RECORDS_MAX="5")
-    await eventually_async(world.claims, 30)  # in the middle of it
+    await eventually_async(world.claims)  # in the middle of it
     first.kill()
     world.act(rnd, 200)
     world.push()
     second = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
 
     assert not any(line["drop"] and line["target"] for line in second.lines("partition_placed"))
     assert second.stop() == 0
@@ -87,13 +88,13 @@ async def test_workers_join_and_leave_while_records_come(world: Installation, ev
         world.push()
         return bool(second.lines("partition_placed"))
 
-    await eventually_async(shared, 30)
+    await eventually_async(shared)
     world.act(rnd, 100)
     world.push()
     assert first.stop() == 0
     world.act(rnd, 100)
     world.push()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     taken = {line["partition"] for line in second.lines("partition_placed")}
 
     assert taken == set(range(PARTITIONS))
@@ -106,7 +107,7 @@ async def test_records_that_come_twice_change_nothing(world: Installation, event
     world.act(rnd, 150)
     sent = world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     lives = {record_key(each.replica, each.rank, group): each.life for each in world.writers for group in (0, 1)}
     again = [row for row in sent if row[0] in lives and getattr(decode_event(row[1]), "life", None) == lives[row[0]]]
     assert len(again) > 50
@@ -125,7 +126,7 @@ async def test_reading_again_from_an_older_offset_changes_nothing(world: Install
     world.act(rnd, 150)
     world.push()
     first = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     assert first.stop() == 0
     async with RedisReader.from_url(world.redis, namespace=world.namespace) as reader:
         before = await reader.catalogue("m")
@@ -154,7 +155,7 @@ async def test_junk_costs_the_rank_that_its_key_names_and_no_other(world: Instal
     lost.held, lost.loaded = set(), False
     world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     assert [line["rank"] for line in worker.lines("record_unreadable") if line["rank"]] == [lost.id]
 
     lost.open()
@@ -170,7 +171,7 @@ async def test_idle_partitions_are_stamped_within_a_second(world: Installation, 
     world.ranks(8)
     world.push()
     worker = world.worker()
-    await eventually_async(world.alive_ms, 30)
+    await eventually_async(world.alive_ms)
     worker.wait("partition_caught_up", count=PARTITIONS)
     seen: list[dict[int, tuple[int, int]]] = []
 
@@ -181,10 +182,11 @@ async def test_idle_partitions_are_stamped_within_a_second(world: Installation, 
         seen.append(await world.alive_ms())
         return newest(seen[-1]) - newest(seen[0]) > 3_000
 
-    await eventually_async(watched)
+    async with LoopLag(0.05) as lag:  # the machine's other work makes worker and test late alike
+        await eventually_async(watched)
     ages = [now - alive for each in seen[5:] for now, alive in each.values()]
 
-    assert max(ages) < 1_500  # a second, and what a busy machine adds
+    assert max(ages) < 1_500 + lag.seconds * 1000
     assert worker.stop() == 0
 
 

@@ -47,12 +47,12 @@ async def test_a_flushed_redis_is_rebuilt_from_the_log(
     world.act(rnd, 200)
     world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     async with Redis.from_url(world.redis) as client:
         await client.flushall()
     world.act(rnd, 100)
     world.push()
-    await eventually_async(world.is_true, 20)
+    await eventually_async(world.is_true)
     worker.wait("partition_placed", count=2 * PARTITIONS)  # also those without a rank, by their next stamp
     rebuilt = worker.lines("partition_placed")[PARTITIONS:]
 
@@ -71,13 +71,13 @@ async def test_a_redis_that_dies_blocks_and_shows_and_its_restart_goes_on(
     world.act(rnd, 200)
     world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     server.kill()
     world.act(rnd, 100)
     world.push()
     worker.wait("partition_blocked")
     server.start()
-    await eventually_async(world.is_true, 20)
+    await eventually_async(world.is_true)
 
     assert "does not answer" in worker.lines("partition_blocked")[0]["why"]
     assert worker.stop() == 0
@@ -93,13 +93,13 @@ async def test_a_redis_that_freezes_is_waited_for_and_a_stop_does_not_hang_on_it
     world.act(rnd, 50)
     world.push()
     worker = world.worker(KVLEDGER_STREAMS_REQUEST_SECONDS="1", KVLEDGER_STREAMS_STOP_SECONDS="4")
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     _signal(server, signal.SIGSTOP)
     world.act(rnd, 50)
     world.push()
     worker.wait("partition_blocked")
     _signal(server, signal.SIGCONT)
-    await eventually_async(world.is_true, 20)
+    await eventually_async(world.is_true)
     _signal(server, signal.SIGSTOP)
     stopped = worker.stop()
     _signal(server, signal.SIGCONT)
@@ -141,7 +141,7 @@ async def test_a_topic_that_was_re_created_is_another_log(
     world.act(rnd, 200)
     world.push()
     worker = world.worker(KVLEDGER_STREAMS_TOPIC_CHECK_SECONDS="0.5")
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     (gone,) = world.admin.delete_topics([world.topic]).values()
     gone.result(15)
     worker.wait("topic_unseen")
@@ -150,7 +150,7 @@ async def test_a_topic_that_was_re_created_is_another_log(
     world.ranks(3, owner=1)  # a lower owner than before: only another log makes it count
     world.act(rnd, 50)
     world.push()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
 
     assert any("topic id" in line["why"] for line in worker.lines("partition_placed"))
     assert worker.stop() == 0
@@ -165,7 +165,7 @@ async def test_a_log_that_retention_cut_below_a_stopped_worker_is_rebuilt(
     world.act(rnd, 50)
     world.push()
     first = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     assert first.stop() == 0
     home = world.place(writer.id.encode() + b"/0")
     writer.beat()
@@ -176,7 +176,7 @@ async def test_a_log_that_retention_cut_below_a_stopped_worker_is_rebuilt(
     world.push()
     world.forget(home, end)
     second = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     placed = {line["partition"]: line for line in second.lines("partition_placed")}
 
     assert (placed[home]["drop"], placed[home]["restart"]) == (True, end)
@@ -194,7 +194,7 @@ async def test_a_log_that_retention_cut_below_a_running_worker_is_rebuilt_not_ju
     world.act(rnd, 50)
     world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     home = world.place(writer.id.encode() + b"/0")
     worker.send(signal.SIGSTOP)
     for _ in range(5):
@@ -206,7 +206,7 @@ async def test_a_log_that_retention_cut_below_a_running_worker_is_rebuilt_not_ju
     world.push()
     world.forget(home, end)
     worker.send(signal.SIGCONT)
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
 
     assert any(line["partition"] == home and line["restart"] == end for line in worker.lines("partition_placed"))
     assert worker.stop() == 0
@@ -224,7 +224,7 @@ async def test_a_broker_that_dies_and_comes_back_is_read_on(
     world.act(rnd, 100)
     world.push()
     worker = world.worker()
-    await eventually_async(world.is_true, 30)
+    await eventually_async(world.is_true)
     broker.freeze()
     frozen = broker_answers(broker.address, SILENT_SECONDS)
     broker.kill()  # also a frozen one
@@ -232,7 +232,7 @@ async def test_a_broker_that_dies_and_comes_back_is_read_on(
     async def unheard() -> bool:
         return all(now - alive > 4_000 for now, alive in (await world.alive_ms()).values())
 
-    await eventually_async(unheard, 20)
+    await eventually_async(unheard)
     broker.start()
     world.act(rnd, 100)
     world.push()

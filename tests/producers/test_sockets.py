@@ -17,7 +17,7 @@ import kvledger_bridge.sockets as shell
 from kvledger_bridge.sockets import Endpoints, Link, Sockets, families, parse_live, parse_replay
 from kvledger_engine.standin import END, Faults, StandIn
 
-SECONDS_MAX = 10.0
+SECONDS_MAX = 30.0
 
 
 class Recorder:
@@ -148,7 +148,9 @@ def test_a_stale_answer_is_thrown_away_before_the_next_request(sockets: Sockets)
         rig.link.ask(0)
         rig.until(lambda: "end" in rig.seen, replay_max=2)
         engine.faults = Faults()
-        rig.until(lambda: rig.sockets.wait(0.5))  # the second answer has arrived
+        end = time.monotonic() + SECONDS_MAX
+        while not sockets.wait(0.5):  # until the second answer has arrived; none of it is read
+            assert time.monotonic() < end
         rig.link.ask(7)
         rig.until(lambda: rig.seen.count("end") == 2)
 
@@ -177,7 +179,7 @@ def test_malformed_replies_do_not_end_an_answer(sockets: Sockets) -> None:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         rig = Rig(sockets, Endpoints("tcp://127.0.0.1:1", f"tcp://127.0.0.1:{port}"))
         rig.link.ask(0)
-        assert router.poll(5000)
+        assert router.poll(int(SECONDS_MAX * 1000))
         peer, empty, start = router.recv_multipart()
         for body in ([b"only"], [b"odd", b"x"], [END, b"payload"], [bytes(8), b"x"], [END, b""]):
             router.send_multipart([peer, b"", *body])
@@ -357,11 +359,12 @@ def test_a_half_open_connection_shows_by_heartbeats(sockets: Sockets, monkeypatc
             rig = Rig(sockets, Endpoints(f"tcp://127.0.0.1:{proxy.port}"))
             rig.until(lambda: "connected" in rig.seen)
             proxy.silent.set()
-            rig.until(lambda: "disconnected" in rig.seen)
+            rig.until(lambda: rig.seen[-1] == "disconnected")
         finally:
             proxy.close()
 
-    assert rig.seen == ["connected", "disconnected"]
+    # on a machine that stands still for so long, a beat is missed before as well
+    assert rig.seen == ["connected", "disconnected"] * (len(rig.seen) // 2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvledger_engine.play import play
 from kvledger_engine.recording import Begin, Published, Step
 from kvledger_engine.standin import END, Faults, Framing, StandIn, binds
 
-RECEIVE_MS = 5000
+RECEIVE_MS = 30_000
 
 
 class Sockets:

@@ -14,6 +14,9 @@ from kvledger_engine.standin import Faults, StandIn
 
 Open = Callable[..., Tap]
 
+QUIET_SECONDS = 0.5
+"""Loopback needs a thousandth of it, a machine that does other work perhaps a fifth."""
+
 
 @pytest.fixture
 def engine() -> Iterator[StandIn]:
@@ -22,8 +25,9 @@ def engine() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def open_tap(engine: StandIn) -> Iterator[Open]:
-    """A tap whose subscription is in place."""
+def open_tap(engine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """A tap whose subscription is in place, and that asks once: requests are counted, and a machine may be slow."""
+    monkeypatch.setattr(tap_module, "ANSWER_SECONDS", (30.0,))
     taps = []
 
     def make(*, replay: bool = True, quiet_seconds: float = 0.0) -> Tap:
@@ -185,7 +189,7 @@ def test_a_request_that_is_lost_is_sent_again(engine: StandIn, open_tap: Open, m
     lost = iter([True])
 
     class Lossy(Faults):
-        @property  # type: ignore[misc]
+        @property  # type: ignore[misc]  # what an attribute is to the rest
         def replay_silent(self) -> bool:
             return next(lost, False)
 
@@ -204,7 +208,7 @@ def test_a_request_that_is_lost_is_sent_again(engine: StandIn, open_tap: Open, m
 def test_an_answer_without_its_end_is_continued(
     engine: StandIn, open_tap: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tap_module, "ANSWER_SECONDS", (0.2, 0.2))
+    monkeypatch.setattr(tap_module, "ANSWER_SECONDS", (0.2, 30.0))
     tap = open_tap()
     for payload in (b"a", b"b", b"c"):
         engine.publish(payload)
@@ -224,7 +228,7 @@ def _forget_cut(engine: StandIn, cut: Iterator[int]) -> bool:
 
 
 def test_without_replay_silence_ends_a_turn(engine: StandIn, open_tap: Open) -> None:
-    tap = open_tap(replay=False, quiet_seconds=0.1)
+    tap = open_tap(replay=False, quiet_seconds=QUIET_SECONDS)
     engine.publish(b"a")
     engine.publish(b"b")
 
@@ -233,7 +237,7 @@ def test_without_replay_silence_ends_a_turn(engine: StandIn, open_tap: Open) -> 
 
 
 def test_without_replay_a_hole_is_an_error(engine: StandIn, open_tap: Open) -> None:
-    tap = open_tap(replay=False, quiet_seconds=0.1)
+    tap = open_tap(replay=False, quiet_seconds=QUIET_SECONDS)
     engine.publish(b"a")
     tap.catch_up()
     engine.skip()

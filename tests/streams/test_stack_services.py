@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,7 +19,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 import kvledger.stack as stack_module
 from kvledger.errors import BadInput, Unavailable
-from kvledger.stack import DataFolder, LocalKafka, LocalRedis, Stack, cache, containers
+from kvledger.stack import DataFolder, LocalKafka, LocalRedis, Stack, cache, containers, ports
 from kvledger.stack import redis as redis_module
 from kvledger.stack.kafka import broker_answers, cluster_id
 from kvledger.stack.ports import free_ports, is_free
@@ -184,11 +186,11 @@ def test_a_service_that_cannot_be_stopped_does_not_keep_the_others(monkeypatch: 
     for server in (first, second):
         server.start()
     folder = stack.folder.path
-    monkeypatch.setattr(second, "stop", lambda: 1 / 0)
+    monkeypatch.setattr(second, "kill", lambda: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
         stack.stop()
-    second.kill()
+    second.stop()
 
     assert not first.running
     assert not folder.exists()
@@ -376,3 +378,31 @@ def test_preparing_downloads_only_what_a_local_kafka_needs(
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
     Stack(environment=place).prepare()
     assert asked == ["jars", "java"]
+
+
+def test_what_is_deleted_is_not_saved_first(tmp_path: Path) -> None:
+    """Temporary data: killed. A folder that stays: asked to end."""
+    ends = []
+    for folder in (None, tmp_path):
+        with Stack(folder, local=True) as stack:
+            _ = stack.redis
+            (server,) = stack.processes
+        ends.append(server.returncode)
+
+    assert ends == [-signal.SIGKILL, 0]
+
+
+def test_a_server_waits_for_its_port_to_come_back(redis_server: RedisServer) -> None:
+    """Somebody's short-lived socket was given the port while the server was away."""
+    server = redis_server()
+    server.kill()
+    with socket.create_server(("127.0.0.1", server.port)):
+        gone = ports.await_free(server.port, seconds_max=0.1)
+        starting = threading.Thread(target=server.start)
+        starting.start()
+        starting.join(0.3)
+        waited = starting.is_alive()
+    starting.join()
+
+    assert (gone, waited) == (False, True)
+    assert redis_answers(server.url)

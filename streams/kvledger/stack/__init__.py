@@ -7,7 +7,7 @@ container engine that answers; a local process. Local processes end with us, als
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -97,6 +97,7 @@ class Stack:
     def stop(self) -> None:
         """Stop what was started here, last first, and delete temporary data; harmless if repeated.
 
+        A local process on temporary data is killed: nothing of it is kept, and a broker takes seconds to leave.
         One that cannot be stopped does not keep the others; its error is raised at the end.
         """
         started, folder = self._started, self._folder
@@ -105,7 +106,7 @@ class Stack:
             if folder is not None:
                 stops.callback(folder.close)
             for one in started:
-                stops.callback(one.stop)
+                stops.callback(_end_of(one, temporary=folder is not None and folder.temporary))
 
     def __enter__(self) -> Self:
         return self
@@ -195,6 +196,11 @@ class Stack:
             return False
         self._started.append(container)
         return True
+
+
+def _end_of(one: Service, *, temporary: bool) -> Callable[[], None]:
+    """How a service is ended."""
+    return one.kill if temporary and isinstance(one, LocalKafka | LocalRedis) else one.stop
 
 
 def _insist(answered: bool, service: str, variable: str, address: str) -> None:  # noqa: FBT001 - a private guard

@@ -11,14 +11,16 @@ from typing import Final
 from kvledger.errors import Unavailable
 from kvledger.stack.cache import Java
 from kvledger.stack.folders import DataFolder
-from kvledger.stack.ports import HOST, answers, free_ports, is_free
+from kvledger.stack.ports import HOST, answers, await_free, free_ports, is_free
 from kvledger.stack.process import Process, Progress, run, silent
 
 START_SECONDS_MAX: Final = 90.0
 """4 to 6 s on an idle machine, 14 s after a kill; several times that when tests compete for two cores."""
 
 FORMAT_SECONDS_MAX: Final = 60.0
-METADATA_SECONDS_MAX: Final = 1.0
+METADATA_SECONDS_MAX: Final = 5.0
+"""20 ms on an idle machine; what waits for a broker asks again."""
+
 PORT_TRIES: Final = 3
 """A port found free may be taken before the broker binds it; three in a row are no accident."""
 
@@ -103,7 +105,7 @@ class LocalKafka:
         self._java = java
         self._jars = jars
         self._advertised = advertised
-        self._broker_port = 0
+        self._broker_port = self._controller_port = 0
         self._cluster = ""
         self._process: Process | None = None
 
@@ -134,6 +136,7 @@ class LocalKafka:
         About 5 s, 6 to 14 s after ``kill``. Raises Unavailable with the end of the broker's log.
         """
         if self._process is not None:
+            await_free(self._broker_port, self._controller_port)  # where they are not, the broker says so better
             self._launch(progress)
             return
         for attempt in range(1, PORT_TRIES + 1):
@@ -160,10 +163,10 @@ class LocalKafka:
         """Choose ports, write the configuration, format the data folder once."""
         data = self._home / "data"
         data.mkdir(parents=True, exist_ok=True)
-        self._broker_port, controller = self._ports()
+        broker, controller = self._broker_port, self._controller_port = self._ports()
         config = self._home / "server.properties"
-        ports = {"broker": self._broker_port, "controller": controller}
-        advertised = self._advertised or f"{HOST}:{self._broker_port}"
+        advertised = self._advertised or f"{HOST}:{broker}"
+        ports = {"broker": broker, "controller": controller}
         config.write_text(PROPERTIES.format(host=HOST, data=data, advertised=advertised, **ports))
         logging = self._home / "log4j2.yaml"
         logging.write_text(LOGGING)

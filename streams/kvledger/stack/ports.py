@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import ExitStack
+from typing import Final
 
 HOST = "127.0.0.1"
+
+FREE_SECONDS_MAX: Final = 20.0
+"""A port that a stopped service had may meanwhile serve somebody's short-lived socket; the kernel hands out any."""
+
+POLL_SECONDS: Final = 0.05
 
 
 def free_ports(count: int) -> list[int]:
@@ -25,6 +32,16 @@ def is_free(port: int) -> bool:
             probe.bind((HOST, port))
         except OSError:
             return False
+    return True
+
+
+def await_free(*ports: int, seconds_max: float = FREE_SECONDS_MAX) -> bool:
+    """Wait until a service could listen on all of them; False where one is still taken after ``seconds_max``."""
+    deadline = time.monotonic() + seconds_max
+    while not all(is_free(port) for port in ports):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvledger.errors import Unavailable
 from kvledger.stack.folders import DataFolder
-from kvledger.stack.ports import HOST, free_ports, is_free
+from kvledger.stack.ports import HOST, await_free, free_ports, is_free
 from kvledger.stack.process import Process, Progress, silent
 
 VERSION_MIN: Final = (7, 0)
@@ -24,6 +24,8 @@ START_SECONDS_MAX: Final = 30.0
 
 PORT_TRIES: Final = 3
 PROBE_SECONDS_MAX: Final = 10.0
+ANSWER_SECONDS_MAX: Final = 5.0
+"""0.5 ms on an idle machine."""
 
 
 def find_redis() -> Path:
@@ -105,6 +107,7 @@ class LocalRedis:
     def start(self, progress: Progress = silent) -> None:
         """Start and wait for PONG, with the data loaded. Raises Unavailable with the end of the server's log."""
         if self._process is not None:
+            await_free(self.port)  # where it is not, the server says so better
             self._launch(progress)
             return
         for attempt in range(1, PORT_TRIES + 1):
@@ -162,12 +165,12 @@ class LocalRedis:
         return redis_pid(self.url) == self.process.pid
 
 
-def redis_answers(url: str, seconds_max: float = 1.0) -> bool:
+def redis_answers(url: str, seconds_max: float = ANSWER_SECONDS_MAX) -> bool:
     """Whether the server at ``url`` answers and has loaded its data."""
     return redis_pid(url, seconds_max) is not None
 
 
-def redis_pid(url: str, seconds_max: float = 1.0) -> int | None:
+def redis_pid(url: str, seconds_max: float = ANSWER_SECONDS_MAX) -> int | None:
     """The process id that the server at ``url`` tells; None if it does not answer or still loads its data."""
     import redis
     from redis.backoff import NoBackoff

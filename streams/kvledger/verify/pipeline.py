@@ -35,6 +35,7 @@ from kvledger_engine.recording import Meta, Published
 from kvledger_engine.standin import BUFFER_STEPS_DEFAULT, StandIn
 from kvledger_index.model import ModelEntry
 from kvledger_router import Holder, Index, Match, Media
+from kvledger_router.standing import MOVED
 from kvledger_wire.topics import topic_specs
 
 VISIBLE_SECONDS_MAX = 30.0
@@ -190,6 +191,7 @@ class Followed:
     ) -> Answer:
         """What the index says of this engine once all that it published is visible there."""
         items = [Media(identifier, position, length) for position, length, identifier in media]
+        await self.settle()  # waiting costs a look at nothing, not at the whole prompt again and again
         holder = await self._visible(tokens, lora, salt, items)
         return Answer(holder.hit_tokens, holder.status, -1 if holder.as_of is None else holder.as_of, holder.reason)
 
@@ -216,7 +218,8 @@ class Followed:
         while True:
             match = await self._index.match(tokens, lora=lora, salt=salt, media=media, replicas=[self.replica])
             holder = match.holders[0]
-            if match.opinion and holder.as_of == self._last and holder.status in SETTLED:
+            settled = holder.status in SETTLED and holder.reason != MOVED  # a heartbeat that came between moves it too
+            if match.opinion and holder.as_of == self._last and settled:
                 return holder
             self._watch(match, holder, late=time.monotonic() > deadline)
             await asyncio.sleep(POLL_SECONDS)

@@ -453,22 +453,21 @@ async def test_a_redis_behind_a_black_hole_costs_no_question_more_than_its_deadl
         url = f"redis://{proxy.address}/0"
         async with Index.from_url(url, model=MODEL, namespace=namespace, deadline_seconds=deadline) as index:
             router = Load(index, PROMPT)
-            await router.run(lambda: router.answered(100), 30, per_second=rate, what="answers before the fault")
+            await router.run(lambda: router.answered(50), 60, per_second=rate, what="answers before the fault")
             proxy.blackhole()
-            broken = time.monotonic()
+            broken, before = time.monotonic(), index.counters.refused
             await router.run(lambda: time.monotonic() > broken + 2, 30, per_second=rate, what="two seconds pass")
             during = router.since(broken)
             refused = index.counters.refused
             proxy.resume()
-            await router.run(lambda: router.answered(100), 30, per_second=rate, what="answers again")
-            state = index._breaker.state
+            healed = time.monotonic()
+            await router.run(lambda: router.answered(50, healed), 60, per_second=rate, what="answers again")
 
     assert router.over(deadline + slack) == []
     assert len(during) > 300
     assert not any(one.opinion for one in during)
-    assert refused > len(during) / 2, "an open breaker answers at once"
+    assert refused - before > len(during) / 2, "an open breaker answers at once"
     assert sorted(one.seconds for one in during)[len(during) // 2] < deadline / 4
-    assert state == "closed"
 
 
 @pytest.mark.slow

@@ -45,12 +45,15 @@ class LoopLag:
 
 
 class Question(NamedTuple):
-    """One call of a router: when, how long, with an opinion or not and why, and how far the loop was late meanwhile."""
+    """One call of a router: when, how long, and how far the loop was late meanwhile; what came of it.
+
+    ``status`` is that of the best rank; empty where there is none.
+    """
 
     at: float
     seconds: float
     opinion: bool
-    reason: str
+    status: str
     lag_seconds: float
 
 
@@ -75,9 +78,12 @@ class Load:
                 await asyncio.sleep(max(0.0, start + number / per_second - time.monotonic()))
                 group.create_task(self._ask(lag))
 
-    def answered(self, count: int) -> bool:
-        """Whether the last ``count`` questions all have an opinion."""
-        return [one.opinion for one in self.questions[-count:]] == [True] * count
+    def answered(self, count: int, since: float = 0.0) -> bool:
+        """Whether so many questions that were asked since then have an opinion.
+
+        Not so many in a row: where the machine has no time for us, some deadlines pass on any Redis.
+        """
+        return sum(one.opinion for one in self.questions if one.at > since) >= count
 
     def since(self, at: float) -> list[Question]:
         """Those that were asked later."""
@@ -92,4 +98,5 @@ class Load:
         match = await self._index.match(self._prompt)
         took = time.monotonic() - at
         await asyncio.sleep(TICK_SECONDS)  # a tick that is late because of us is counted before we look
-        self.questions.append(Question(at, took, match.opinion, match.reason, lag.seconds - late))
+        status = match.holders[0].status if match.holders else ""
+        self.questions.append(Question(at, took, match.opinion, status, lag.seconds - late))

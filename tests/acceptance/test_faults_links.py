@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 import pytest
-from load import Load, LoopLag
-from router_fleet import MODEL, PROMPT, Fleet
+from load import LoopLag
 
 from kvledger.stack import Stack
 from kvledger.verify.pipeline import Followed, Pipeline
 from kvledger_engine.recording import Begin, Meta, Published, Request, Reset, read
 from kvledger_engine.standin import StandIn
 from kvledger_engine.truth import Truth
-from kvledger_index.writer import RedisWriter
 from kvledger_router import Holder, Index
 from kvledger_router.standing import Status
 
@@ -435,39 +433,6 @@ async def test_an_engine_without_replay_behind_a_black_hole_is_never_exact_over_
 
     assert wrong(watch.trusted(), oracle) == []
     assert [one for one in watch.trusted() if one.holder.status == "exact" and (one.holder.as_of or 0) >= FIRST] == []
-
-
-@pytest.mark.timeout(60)
-async def test_a_redis_behind_a_black_hole_costs_no_question_more_than_its_deadline(
-    redis_url: str, namespace: str, link: Callable[[str], Proxy]
-) -> None:
-    """200 questions a second; the link swallows for 2 s. The breaker opens, refuses, and closes by itself."""
-    deadline, slack, rate = 0.020, 0.005, 200.0
-    host = redis_url.removeprefix("redis://").partition("/")[0]
-    proxy = link(host)
-    async with RedisWriter.from_url(redis_url, namespace=namespace) as writer:
-        fleet = Fleet(writer)
-        await fleet.start()
-        await fleet.open("pod-a/0")
-        await fleet.store("pod-a/0", PROMPT)
-        url = f"redis://{proxy.address}/0"
-        async with Index.from_url(url, model=MODEL, namespace=namespace, deadline_seconds=deadline) as index:
-            router = Load(index, PROMPT)
-            await router.run(lambda: router.answered(50), 60, per_second=rate, what="answers before the fault")
-            proxy.blackhole()
-            broken, before = time.monotonic(), index.counters.refused
-            await router.run(lambda: time.monotonic() > broken + 2, 30, per_second=rate, what="two seconds pass")
-            during = router.since(broken)
-            refused = index.counters.refused
-            proxy.resume()
-            healed = time.monotonic()
-            await router.run(lambda: router.answered(50, healed), 60, per_second=rate, what="answers again")
-
-    assert router.over(deadline + slack) == []
-    assert len(during) > 300
-    assert not any(one.opinion for one in during)
-    assert refused - before > len(during) / 2, "an open breaker answers at once"
-    assert sorted(one.seconds for one in during)[len(during) // 2] < deadline / 4
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_a_claim_that_cannot_be_read_names_its_rank_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [None, b"", b"pod-a", b"pod-a/x/3", b"pod-a/0/-3", b"pod-a/0/x", b"a/0/3/4", b"\xff/0/1"]
+    "key", [None, b"", b"pod-a", b"pod-a/x/3", b"pod-a/0/-3", b"pod-a/0/x", b"a/0/3/4", b"a/0/3/restoring", b"\xff/0/1"]
 )
 def test_keys_that_name_nobody_are_passed_over(key: bytes | None) -> None:
     table = ReplicaTable()

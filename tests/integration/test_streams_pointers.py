@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bridgeworld import Setup, play, recording, status, truth
 from ranklog import RankLog
 from redis.asyncio import Redis
 from streamsworld import PARTITIONS, Installation
 
+from kvledger_router import Index
 from kvledger_streams import pointers as looking
 from kvledger_streams.errors import Unavailable
 from kvledger_streams.pointers import Pointers
@@ -72,6 +74,42 @@ async def test_a_flushed_index_comes_back_whole_although_retention_took_the_logs
     assert {number: rebuilt[number]["restart"] for number in lowest} == lowest
     assert min(lowest.values()) > 0
     assert not worker.lines("pointers_unread")
+    assert worker.stop() == 0
+
+
+async def test_an_engine_followed_by_a_bridge_is_exact_again_from_its_checkpoint(
+    world: Installation, eventually: Any, eventually_async: Any
+) -> None:
+    """Bridge, Kafka whose head is deleted, a worker with an empty Redis, router: all but the engine are real."""
+    entry, played = recording("gemma3_s11")
+    with Setup(world.kafka, world.prefix) as setup:
+        engine = setup.engine(entry)
+        bridge = setup.bridge(checkpoint_bytes_min=4_000)
+        play(engine, played[:60])
+        (line,) = eventually(lambda: setup.lines(bridge, "rank_checkpointed")[:1])
+        play(engine, played[60:])
+        eventually(lambda: status(bridge).last == played[-1].seq)
+        home = world.place(b"r/0/*")
+        world.forget(home, line["offset"])
+        worker = world.worker()
+        worker.wait("partition_caught_up", count=PARTITIONS)
+        async with Index.from_url(
+            world.redis, model=entry.model, namespace=world.namespace, deadline_seconds=5.0
+        ) as index:
+
+            async def is_exact() -> bool:
+                holder = (await index.match(list(range(64)))).of("r")
+                return holder is not None and holder.status == "exact"
+
+            await eventually_async(is_exact, 20)
+        held = {(group, medium, key) for _, group, medium, key in await world.claims()}
+        placed = {line["partition"]: line for line in worker.lines("partition_placed")}[home]
+
+    assert {(group, key.to_bytes(8, "big")) for group, medium, key in held if medium == "gpu"} == {
+        (group, key) for group, _, key in truth(entry, played)
+    }
+    assert placed["restart"] >= line["offset"] > 0
+    assert [loaded["rank"] for loaded in worker.lines("rank_loaded")] == ["r/0"]
     assert worker.stop() == 0
 
 

@@ -45,6 +45,7 @@ from kvledger_bridge.continuity import Phase
 from kvledger_bridge.decode import decode_batch
 from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.engine import Session
+from kvledger_bridge.lease import Leases
 from kvledger_bridge.ledger import Ledger
 from kvledger_bridge.publish import Publisher
 from kvledger_bridge.restorer import Restorer
@@ -124,6 +125,7 @@ class _Shell(NamedTuple):
     sockets: Sockets
     publisher: Publisher
     restorer: Restorer
+    leases: Leases
     readers: ThreadPoolExecutor
 
 
@@ -220,18 +222,19 @@ class Bridge:
 
     def _serve(self, publisher: Publisher) -> None:
         publisher.start()
-        restorer = publisher.restorer(self._clock)
+        restorer, leases = publisher.restorer(self._clock), publisher.leases()
         unsent = 0
         try:
             with Sockets() as sockets, ThreadPoolExecutor(IDENTITY_THREADS, "kvledger-identity") as readers:
                 self._take_seats(sockets, publisher.retention_seconds)
-                shell = _Shell(sockets, publisher, restorer, readers)
+                shell = _Shell(sockets, publisher, restorer, leases, readers)
                 while not self._stop.is_set():
                     self._turn(shell)
                 self.telemetry.stopping()
                 readers.shutdown(wait=False, cancel_futures=True)
         finally:
             restorer.close()
+            leases.close()
             unsent = publisher.stop(0.0 if self._abort.is_set() else self.settings.stop_seconds)
         self.telemetry.stopped(clean=unsent == 0, unsent=unsent, **self._totals())
 
@@ -259,6 +262,7 @@ class Bridge:
         self.telemetry.counters.turns += 1
         self._take_deliveries(publisher, now)
         self._take_replicas(publisher)
+        self._watch_owners(shell, now)
         publisher.look_at_topics(now)
         if publisher.fatal:
             self._rebuild(shell)
@@ -309,6 +313,16 @@ class Bridge:
         for seat in self._seats:
             if seat.session.phase is Phase.POINTING and publisher.read_to >= seat.session.owner:
                 seat.session.pointed(publisher.pointer(seat.who))
+
+    def _watch_owners(self, shell: _Shell, now: float) -> None:
+        """Claim ranks again whose new owner fell silent."""
+        for seat in self._seats:
+            if seat.session.phase is Phase.CLOSED and seat.session.foreign > seat.session.owner:
+                shell.leases.watch(seat.who, seat.session.foreign, now)
+        for who, owner in shell.publisher.spoke():
+            shell.leases.heard(who, owner, now)
+        for lapse in shell.leases.poll(now, kafka_answers=shell.publisher.answers(now)):
+            self._by_who[lapse.who].session.lapsed(f"owner {lapse.owner} was silent for {lapse.seconds:.0f} s")
 
     def _rebuild(self, shell: _Shell) -> None:
         """A fatal producer stays dead: a new one, and every rank claims anew, so nothing of the old one counts."""

@@ -44,6 +44,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     retry_seconds_min: float = 0.1
     retry_seconds_max: float = 2.0
     """Back-off between requests that did not help; the upper end bounds how late a restart is noticed."""
+    alive_seconds: float = 5.0
+    """An idle engine without a replay endpoint is asked so often whether it is still the same process: a rank that is
+    silent for 15 s counts as gone."""
     hole_tries_max: int = 3
     """Replays without progress before a hole counts as lost."""
     live_batches_max: int = 10_000

@@ -75,7 +75,7 @@ class Session(Tenure):
         self._ask: Request | None = None
         self._again = False
         self._stuck = self._silent = 0
-        self._retry_at = self._probe_at = 0.0
+        self._retry_at = self._probe_at = self._alive_at = 0.0
 
     # ---- what the caller saw
 
@@ -135,6 +135,9 @@ class Session(Tenure):
         if not self._identity_asked:
             return  # it was read on an earlier connection
         self._identity_asked = False
+        if self.phase is Phase.FOLLOWING:
+            self._still(identity)
+            return
         self._identity, self._identity_read = identity, True
         if self.phase is not Phase.SUSPECT or self.rank.replay:
             return
@@ -343,10 +346,24 @@ class Session(Tenure):
     def _request_process(self) -> None:
         if self.phase is Phase.SUSPECT and not self.rank.process:
             self._new_life("without a replay endpoint nothing proves the same engine")
-        wanted = self.rank.process and self.attached and self.phase is not Phase.FOLLOWING
-        if wanted and not (self._identity_read or self._identity_asked) and self._now >= self._retry_at:
+        if self.phase is Phase.FOLLOWING:
+            due = self._log.process is not None and self._now >= self._alive_at
+        else:
+            due = not self._identity_read and self._now >= self._retry_at
+        if due and self.rank.process and self.attached and not self._identity_asked:
             self._identity_asked = True
             self._out.append(AskProcess())
+
+    def _still(self, identity: str | None) -> None:
+        """An idle engine's process was read again, on the connection on which it was proven."""
+        self._alive_at = self._now + self._limits.alive_seconds
+        same = judge(self._log.known(), Process(identity))
+        if same is None:
+            return  # it could not be read: the rank goes stale, and then gone, unless it can be again
+        if same:
+            self._log.beat(alive=True)
+        else:
+            self._new_life("the engine's process is another one")
 
     # ---- live batches
 
@@ -363,6 +380,7 @@ class Session(Tenure):
             left -= 1
             self.counts.live += 1
             self._probe_at = self._now + self._limits.idle_probe_seconds
+            self._alive_at = self._now + self._limits.alive_seconds
             if seq > self.last + 1:
                 self.counts.holes += 1
                 self._log.lose(seq, payload)
@@ -427,6 +445,7 @@ class Session(Tenure):
         if seq >= 0:
             self._remember(seq, digest)
         self._probe_at = self._now + self._limits.idle_probe_seconds
+        self._alive_at = self._now + self._limits.alive_seconds
 
     def _doubt(self, why: str) -> None:
         """Continuity is unknown from here on; written at once, and once."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from kvledger_bridge.errors import InvalidConfig
+from kvledger_bridge.lease import Leases
 from kvledger_bridge.restorer import Restorer
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
@@ -127,6 +128,11 @@ class Publisher:
             logger=_silent,
         )
 
+    def leases(self) -> Leases:
+        """What listens to those who claimed ranks over."""
+        options = self._options({"error_cb": partial(self._error, 0)})
+        return Leases(self._settings, self._telemetry, options, partitions=self._partitions, logger=_silent)
+
     # ---- writing
 
     @property
@@ -207,6 +213,14 @@ class Publisher:
     def claims(self) -> list[ForeignClaim]:
         """Claims by other bridges since the last call. Where Kafka does not answer there are none, for now."""
         return self._watch.poll() if self._watch is not None else []
+
+    def spoke(self) -> list[tuple[Who, int]]:
+        """Owners whose pointers, or words that they are restoring, came with the last ``claims``."""
+        return self._watch.spoke() if self._watch is not None else []
+
+    def answers(self, now: float) -> bool:
+        """Whether Kafka has answered lately."""
+        return self._topics is not None and self._topics.answers(now)
 
     @property
     def read_to(self) -> int:

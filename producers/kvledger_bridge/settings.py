@@ -77,6 +77,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of a turn for reading ranks back from the log: what it may delay the ranks that are followed meanwhile by."""
     restoring_seconds: float = 5.0
     """A rank that is still being read back says so this often: other bridges take silence for an absence."""
+    lease_seconds: float = 30.0
+    """A bridge that claimed a rank over and is silent about it for so long counts as gone; doubles each time."""
+    alive_seconds: float = Limits().alive_seconds
     checkpoint_bytes_min: int = 64 * 2**20
     """A rank's ledger is written anew once its partition has grown by so much, and by four times what all its ranks'
     ledgers take: what a restarted bridge or an empty index reads again."""
@@ -112,7 +115,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def limits(self) -> Limits:
         """Bounds of one session."""
-        return Limits(idle_probe_seconds=self.idle_probe_seconds, replay_seconds_max=self.replay_seconds_max)
+        return Limits(
+            idle_probe_seconds=self.idle_probe_seconds,
+            replay_seconds_max=self.replay_seconds_max,
+            alive_seconds=self.alive_seconds,
+        )
 
     def rates(self, retention_seconds: float) -> Rates:
         """When checkpoints are due on a topic that keeps records for so long."""
@@ -166,6 +173,12 @@ def checked(settings: Settings) -> Settings:
     if not re.fullmatch(r"[A-Za-z0-9._-]{0,200}", settings.topic_prefix):
         msg = "topic_prefix may hold letters, digits, '.', '_' and '-' only, as Kafka's topic names do"
         raise InvalidConfig(msg)
+    if settings.lease_seconds < LEASE_WORDS_MIN * settings.restoring_seconds:
+        msg = (
+            f"lease_seconds {settings.lease_seconds} < {LEASE_WORDS_MIN} * restoring_seconds "
+            f"{settings.restoring_seconds}: a bridge that is still restoring would be taken for gone"
+        )
+        raise InvalidConfig(msg)
     if settings.checkpoint_retention_share > CHECKPOINT_SHARE_MAX:
         msg = (
             f"checkpoint_retention_share {settings.checkpoint_retention_share} > {CHECKPOINT_SHARE_MAX}: "
@@ -181,6 +194,9 @@ def checked(settings: Settings) -> Settings:
     _pairs(settings.kafka_options)
     return settings
 
+
+LEASE_WORDS_MIN = 3
+"""Words of a restoring bridge within a lease: one may be late."""
 
 CHECKPOINT_SHARE_MAX = 0.5
 """A checkpoint that is due may have to wait, and retention deletes whole segments."""

@@ -15,7 +15,7 @@ tokens, salts or multimodal ids.
     rank_suspended          warning  nothing once; often: look at the engine's replay endpoint and the network
     rank_resumed            info     nothing
     rank_gap                warning  batches are lost: see ``cause``; often: raise the engine's buffer_steps
-    rank_superseded         warning  two bridges have this rank in their replicas file: keep one
+    rank_superseded         warning  nothing in a rolling update; else two bridges have this rank: keep one
     rank_claims_went_back   error    the replicas topic was re-created: re-create the event topic too, then restart
     rank_seam_mismatch      warning  data and replay address reach different engines, or one restarted just then
     rank_unreachable        warning  nothing connects to the data address: correct it, or start the engine

@@ -24,6 +24,9 @@ MESSAGE_BYTES_MIN = 2 * RECORD_BYTES_MAX
 NEW_TOPIC_SECONDS = 3.0
 """A topic that is missing is waited for: brokers hear of a new one some time after it was created."""
 
+ANSWER_CHECKS_MAX = 2.5
+"""An answer may be so many looks old: one may be under way, and one may be late."""
+
 PAUSE_SECONDS = 0.1
 
 
@@ -46,6 +49,7 @@ class Topics:
         self._seen: dict[str, Seen] = {}
         self._asked: dict[str, Any] = {}
         self._ask_at = 0.0
+        self._answered_at = -ANSWER_CHECKS_MAX * settings.topic_check_seconds
 
     def check(self) -> int:
         """Return the partitions of the event topic.
@@ -87,6 +91,8 @@ class Topics:
         if not self._asked or not all(future.done() for future in self._asked.values()):
             return []
         asked, self._asked = self._asked, {}
+        if all(future.exception() is None for future in asked.values()):
+            self._answered_at = now
         found = []
         for name, future in asked.items():
             if future.exception() is not None:
@@ -98,6 +104,10 @@ class Topics:
                 found.append(f"topic {name} has {seen.partitions} partitions instead of {before.partitions}")
             self._seen[name] = seen
         return found
+
+    def answers(self, now: float) -> bool:
+        """Whether Kafka answered one of the last looks."""
+        return now - self._answered_at < ANSWER_CHECKS_MAX * self._settings.topic_check_seconds
 
     # ---- inside
 

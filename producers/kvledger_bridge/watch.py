@@ -15,7 +15,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_wire.errors import Poison
-from kvledger_wire.partition import parse_claim_key
+from kvledger_wire.partition import RESTORING_SUFFIX, parse_claim_key, parse_pointer_key
 from kvledger_wire.records import Claim, decode_replica
 from kvledger_wire.replicas import ReplicaTable
 
@@ -42,6 +42,7 @@ class Watch:
         self.table = ReplicaTable()
         self.read_to = -1
         """The highest offset that was read."""
+        self._spoke: list[tuple[Who, int]] = []
         self._telemetry = telemetry
         self._name = name
         self._consumer: Any = Consumer(
@@ -67,6 +68,7 @@ class Watch:
             self.table.take(message.key(), message.value())
             who = parse_claim_key(message.key())
             if who is None or not message.value():
+                self._note(message.key(), message.value())
                 continue
             try:
                 record = decode_replica(message.value())
@@ -76,6 +78,17 @@ class Watch:
             if isinstance(record, Claim) and record.bridge != self._name:
                 found.append(ForeignClaim(who, offset))
         return found
+
+    def spoke(self) -> list[tuple[Who, int]]:
+        """Owners that wrote a pointer, or that they are restoring, since that was last asked: they are there."""
+        spoke, self._spoke = self._spoke, []
+        return spoke
+
+    def _note(self, key: bytes | None, value: bytes | None) -> None:
+        owned = parse_pointer_key((key or b"").removesuffix(RESTORING_SUFFIX))
+        if owned is not None and value:
+            replica, rank, owner = owned
+            self._spoke.append(((replica, rank), owner))
 
     def close(self) -> None:
         """Stop reading."""

@@ -16,6 +16,7 @@ from kvledger_wire.errors import Poison
 
 RANK_WIDE = "*"
 GROUP_NONE = "none"
+RESTORING_SUFFIX = b"/restoring"
 REPLICA_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]%-]{0,252}\Z")
 """Replica names: letters, digits and ``._:@[]%-``, at most 253 characters: Kubernetes names and IPv6 addresses fit."""
 
@@ -76,7 +77,7 @@ def pointer_key(replica: str, rank: int, owner: int) -> bytes:
 
 def restoring_key(replica: str, rank: int, owner: int) -> bytes:
     """The key under which an owner says that it is still restoring: neither its claim nor its pointer may go by it."""
-    return f"{replica}/{rank}/{owner}/restoring".encode()
+    return pointer_key(replica, rank, owner) + RESTORING_SUFFIX
 
 
 def parse_pointer_key(raw: bytes | None) -> tuple[str, int, int] | None:

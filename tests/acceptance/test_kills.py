@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from killing import CHECKPOINTS, killing
+from killing import SETTINGS, killing
 
 from kvledger.stack import Stack
 from kvledger.verify.check import looking_ahead
@@ -32,7 +32,7 @@ async def test_bridges_killed_at_random_moments_lose_no_life_and_change_no_answe
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The short form of ``make kills``: the engine's buffer does not begin at 0, and the answers stay exact."""
-    for name, value in CHECKPOINTS.items():
+    for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     _ = stack.kafka, stack.redis
     with Pipeline(stack) as pipeline:

@@ -39,8 +39,14 @@ FIRST_KILL = 40
 KILLS_PER_PASS = 20
 MOMENT_SECONDS_MAX = 0.3
 
-CHECKPOINTS = {"KVLEDGER_BRIDGE_CHECKPOINT_BYTES_MIN": "20000"}
-"""Settings under which a recording of this size has checkpoints."""
+SETTINGS = {
+    "KVLEDGER_BRIDGE_CHECKPOINT_BYTES_MIN": "20000",
+    "KVLEDGER_BRIDGE_TOPIC_CHECK_SECONDS": "0.5",
+    "KVLEDGER_BRIDGE_RESTORING_SECONDS": "1",
+    "KVLEDGER_BRIDGE_LEASE_SECONDS": "5",
+}
+"""Under which a recording of this size has checkpoints, and a bridge whose successor was killed is back in time. (Two
+that start at once may claim in either order: then the one that is killed is the owner.)"""
 
 
 class Report(msgspec.Struct):
@@ -199,7 +205,7 @@ async def strike(engine: RunningEngine, seconds: float, *, overlap: bool) -> Non
     await bridge.kill(overlap=overlap)
 
 
-def main(words: list[str], environment: Mapping[str, str] = CHECKPOINTS) -> int:
+def main(words: list[str], environment: Mapping[str, str] = SETTINGS) -> int:
     """KILLS SEED: play, print what came of it; 1 where an answer was wrong or a life was lost."""
     kills, seed = int(words[0]), int(words[1]) if words[1:] else 1
     os.environ.update(environment)

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 from kvledger_bridge.bridge import Bridge
 from kvledger_wire.partition import partition_of, record_key
-from kvledger_wire.records import Checkpoint, Opened, Pointer, Resumed, decode_replica
+from kvledger_wire.records import Checkpoint, Fence, Heartbeat, Opened, Pointer, Resumed, decode_replica
 from kvledger_wire.replicas import ReplicaTable
 from kvledger_wire.topics import EVENTS, REPLICAS
 
@@ -200,3 +200,50 @@ def test_ranks_of_one_partition_are_read_back_in_few_passes(setup: Setup, eventu
 
     assert [rank.life for rank in second.status()] == lives
     assert len(setup.lines(second, "rank_restored")) == 8
+
+
+def test_a_bridge_takes_a_rank_back_whose_new_owner_fell_silent(setup: Setup, eventually: Any) -> None:
+    """First bridge | second claims over, is killed | a lease later the first goes on, in the same life."""
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry, buffer_steps=BUFFER_STEPS)
+    options = {"lease_seconds": 1.0, "restoring_seconds": 0.3, "topic_check_seconds": 0.2}
+    first = followed(setup, eventually, -1, **options)
+    assert engine.wait_subscribers()
+    play(engine, batches[:4])
+    eventually(lambda: status(first).last == 3)
+    life = status(first).life
+    second = followed(setup, eventually, 3, **options)
+    eventually(lambda: status(first).phase == "closed")
+    play(engine, batches[4:6])
+    eventually(lambda: status(second).last == 5)
+    beats = second.telemetry.counters.delivered + 3
+    eventually(lambda: second.telemetry.counters.delivered > beats)  # heartbeats: longer than a lease
+    assert status(first).phase == "closed"
+    killed(delivered(second, eventually))
+    play(engine, batches[6:8])
+    eventually(lambda: (status(first).phase, status(first).last) == ("following", 7), 20)
+    rank = setup.reader().until("r/0", 7)
+
+    assert status(first).life == life
+    assert rank.blocks == truth(entry, batches[:8])
+    assert [fence.why for fence in rank.of(Fence)][-1].startswith(f"owner {status(second).owner} was silent")
+
+
+def test_an_idle_engine_without_replay_is_alive_while_its_process_is_the_same(setup: Setup, eventually: Any) -> None:
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry, replay=None)
+    bridge = setup.bridge(identity=lambda _config: "container-7", alive_seconds=0.2)
+    assert engine.wait_subscribers()
+    play(engine, batches[:3])
+    eventually(lambda: status(bridge).last == 2)
+    rank = setup.reader()
+    seen = rank.until("r/0", 2)
+
+    def alive() -> bool:
+        rank.poll(0.05)
+        return [beat.alive for beat in seen.of(Heartbeat)].count(True) >= 2
+
+    eventually(alive)
+
+    assert seen.blocks == truth(entry, batches[:3])
+    assert len(seen.of(Opened)) == 1

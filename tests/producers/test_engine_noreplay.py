@@ -202,6 +202,73 @@ def test_an_idle_rank_is_not_called_complete() -> None:
     assert desk.asked() == []
 
 
+def idle(identity: str = "p1") -> tuple[Desk, Engine]:
+    """A rank without replay that has followed one batch, in a process that is known."""
+    engine = Engine()
+    desk = start(engine, process=True, identity=identity)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+    return desk, engine
+
+
+def test_an_idle_rank_whose_process_is_still_the_same_is_alive_and_no_more() -> None:
+    """Not gone; but nothing says that no batch was lost, so the log is not called complete."""
+    desk, _ = idle()
+    asked = [command for command in desk.wait(5.25) if isinstance(command, AskProcess)]
+    desk.session.identified("p1")
+    desk.turn()
+    beats = desk.reader.of(Heartbeat)
+
+    assert len(asked) == 1
+    assert [(beat.alive, beat.seq) for beat in beats] == [(True, 0)]
+    assert desk.did(AskProcess) == 0
+
+
+def test_a_busy_rank_is_not_asked() -> None:
+    desk, engine = idle()
+    asked = 0
+    for _ in range(5):
+        desk.turn(3.0)
+        desk.session.live(*engine.step("+b"))
+        asked += desk.did(AskProcess)
+        desk.turn()
+        asked += desk.did(AskProcess)
+
+    assert asked == 0
+
+
+def test_an_idle_rank_in_another_process_is_another_life() -> None:
+    """The monitor did not tell: a proxy, or a disconnect that was lost."""
+    desk, _ = idle()
+    desk.wait(5.25)
+    desk.session.identified("p2")
+    desk.turn()
+
+    assert desk.reader.kinds()[-1] == "Suspended"
+    assert desk.session.phase is Phase.OPENING
+
+
+def test_an_answer_from_before_a_disconnect_says_nothing() -> None:
+    desk, _ = idle()
+    desk.wait(5.25)
+    desk.session.disconnected()
+    desk.session.connected()
+    desk.session.identified("p1")
+    desk.turn()
+
+    assert desk.reader.of(Heartbeat) == []
+
+
+def test_a_process_that_cannot_be_read_says_nothing_and_is_asked_again() -> None:
+    desk, _ = idle()
+    desk.wait(5.25)
+    desk.session.identified(None)
+    asked = [command for command in desk.wait(5.25) if isinstance(command, AskProcess)]
+
+    assert desk.reader.of(Heartbeat) == []
+    assert (len(asked), desk.session.phase) == (1, Phase.FOLLOWING)
+
+
 def test_a_repeated_sequence_with_other_bytes_ends_the_life() -> None:
     engine = Engine()
     desk = start(engine)

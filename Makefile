@@ -14,9 +14,10 @@ MINUTES ?= 20
 CANARY ?=
 SECONDS ?= 300
 KILLS ?= 100
+STORMS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test model live soak outage kills lint format pins jars clean
+.PHONY: help setup demo test model live soak outage kills worker-kills storms lint format pins jars clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +46,12 @@ outage: setup ## each fault of a server by itself, Kafka away for SECONDS=300: t
 
 kills: setup ## kill a bridge at KILLS=100 random moments (SEED=1) over an engine that remembers 32 batches; answers must stay exact
 	@PYTHONPATH=tests/faults $(VENV)/python tests/faults/killing.py $(KILLS) $(SEED)
+
+worker-kills: setup ## kill, freeze and double the stream worker at KILLS=100 random moments (SEED=1); the index must be as of single delivery
+	@PYTHONPATH=tests/integration:tests/streams $(VENV)/python tests/integration/workerkills.py $(KILLS) $(SEED)
+
+storms: setup ## engines out of all proportion (STORMS="batch prompts tokens replicas clears"): the cost, and what neighbours see
+	@PYTHONPATH=tests/faults $(VENV)/python tests/faults/storms.py $(STORMS)
 
 lint: setup ## ruff, mypy and the import rules
 	$(VENV)/ruff check .

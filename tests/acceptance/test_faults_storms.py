@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from load import LoopLag
+from storms import BLOCK, MIB, SHORT, STORMS, Storm, blow
 
 from kvledger.stack import Stack
 from kvledger.verify.check import looking_ahead
@@ -94,3 +97,57 @@ async def test_200_clears_a_second_leave_the_neighbour_exact_and_fresh(pipeline:
     assert len(delays) >= REQUESTS
     assert max(delays) < FRESH_SECONDS_MAX
     assert (after.hit_tokens, after.status) == (0, "exact")
+
+
+ROUNDS = 20
+TOLD: dict[str, tuple[int, ...]] = {
+    "batch": (64 * BLOCK,),
+    "prompts": (SHORT.prompt_tokens,) * SHORT.prompts,
+    "tokens": (SHORT.token_blocks,),
+    "replicas": (32 * BLOCK,) * ROUNDS,
+}
+"""What a router must be told of the prompts that are asked for at the end."""
+
+FRESH_PROMISED_SECONDS = 3.0
+"""For so long routers call a rank's answers exact: a neighbour that is told of later has been stale meanwhile."""
+
+BRIDGE_BLOCK_BYTES_MAX = 1024
+"""Of the bridge's memory per resident block: its hashes, key, lineage and count."""
+
+REDIS_BLOCK_BYTES_MAX = 32
+GROWTH_BYTES_MAX = 64 * MIB
+"""Beside what each block costs: buffers, what a batch needs while it is applied, and what other tests do to Redis."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", [name for name in STORMS if name != "clears"])  # those have their own test above
+async def test_an_engine_out_of_proportion_costs_bounded_memory_and_its_neighbour_stays_fresh(
+    stack: Stack, pipeline: Pipeline, name: str
+) -> None:
+    """``make storms`` does the same at full size and prints the figures."""
+    figures = await blow(pipeline, stack.redis, STORMS[name], SHORT)
+
+    assert figures.answered == TOLD[name]
+    assert max(figures.delays) < FRESH_PROMISED_SECONDS, figures.row()
+    assert "uncertain" not in figures.statuses, figures.row()
+    assert figures.grown.bridge < figures.blocks * BRIDGE_BLOCK_BYTES_MAX + GROWTH_BYTES_MAX, figures.row()
+    assert figures.grown.fold < GROWTH_BYTES_MAX, figures.row()
+    assert figures.grown.redis < figures.blocks * REDIS_BLOCK_BYTES_MAX + GROWTH_BYTES_MAX, figures.row()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_neighbour_that_is_kept_waiting_is_noticed(stack: Stack, pipeline: Pipeline) -> None:
+    """The canary: the fold stands still for longer than an answer is fresh."""
+
+    async def freeze(*_: object) -> tuple[int, list[list[int]]]:
+        os.kill(pipeline.fold.pid, signal.SIGSTOP)
+        await asyncio.sleep(FRESH_PROMISED_SECONDS + 0.5)
+        os.kill(pipeline.fold.pid, signal.SIGCONT)
+        return 0, []
+
+    figures = await blow(pipeline, stack.redis, Storm("frozen", lambda _: 1, freeze), SHORT)
+
+    assert max(figures.delays) > FRESH_PROMISED_SECONDS - 0.5
+    assert "stale" in figures.statuses

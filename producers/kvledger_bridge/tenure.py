@@ -111,6 +111,9 @@ class Tenure:
         """The rank as its log tells it up to the Fence of ``owner``; of an earlier owner it is late, and ignored."""
         if owner != self.owner or self.phase is not Phase.RESTORING:
             return
+        if state.owner > owner:  # whoever claimed later may fence earlier: readers heed nothing that we write
+            self.superseded(state.owner)
+            return
         self._log.take_up(state, ledger)
         self.counts.restored += 1
         self._move(Move.RESTORED)

@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rankworld import KEEP, Desk, Engine, OpenData
+from rankworld import KEEP, Desk, Engine, OpenData, recount
 
 from kvledger_bridge.commands import Forget, Restore
 from kvledger_bridge.continuity import Phase
 from kvledger_bridge.errors import Bug
-from kvledger_wire.records import Checkpoint, Claim, Events, Fence, Gap, Opened, Pointer, Resumed, Suspended
+from kvledger_wire.accept import accept
+from kvledger_wire.records import (
+    SCHEMA,
+    Checkpoint,
+    Claim,
+    Events,
+    Fence,
+    Gap,
+    Opened,
+    Pointer,
+    Resumed,
+    Suspended,
+)
 
 
 def taken_over(engine: Engine, *words: str, **options: Any) -> tuple[Desk, Desk]:
@@ -232,6 +244,25 @@ def test_a_rank_that_was_claimed_over_while_restoring_writes_nothing_more() -> N
     second.wait(3.0)
 
     assert (second.session.phase, second.reader.offset) == (Phase.CLOSED, before)
+
+
+def test_a_higher_owner_that_fenced_before_ends_the_session() -> None:
+    """Claims 1, 2; Fence 2, Fence 1: the lower owner reads of the higher one and writes nothing, least of all as it."""
+    engine = Engine()
+    first = Desk().follow(engine)
+    second = Desk(after=first)
+    late: list[tuple[int, int, int]] = []
+    second.restores = lambda *where: late.append(where)
+    second.turn()
+    owner, start, end = late[0]
+    state, ledger = recount(second.reader.log, start, end)
+    accept(state, "*", Fence(SCHEMA, owner + 1, "b", "0", "start"), end - 1)
+    before = second.reader.offset
+    second.session.restored(owner, state, ledger)
+    second.session.checkpoint()
+    second.wait(3.0)
+
+    assert (second.session.phase, second.session.foreign, second.reader.offset) == (Phase.CLOSED, owner + 1, before)
 
 
 def test_the_same_process_resumes_a_restored_rank_without_replay() -> None:

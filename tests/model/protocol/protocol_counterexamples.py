@@ -70,9 +70,9 @@ COUNTEREXAMPLES: dict[str, Counterexample] = {
         "pump:58370 kill:29988 start:0 pump:4000 turn:3332 restart:1202 step:28386 deliver:3796 step:29058",
     ),
     "identity_from_engine": Counterexample(
-        "I1 cleared",
-        "configure:1 start:2 sync:26710 step:51525 sync:19535 restart:43739",
-        setup=Setup(shards=2, calm=True),
+        "I1 served",
+        "configure:0 clear:23280 start:0 pump:0 deliver:32 turn:0 step:12848 deliver:32 turn:0 turn:0 restart:0 "
+        "step:32992 step:49440",
     ),
     "identity_on_log": Counterexample(
         "I1 served",

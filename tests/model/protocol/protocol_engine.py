@@ -38,13 +38,15 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 DISCONNECTED: Literal["disconnected"] = "disconnected"
+CONNECTED: Literal["connected"] = "connected"
+"""Sessions of the model need not be told; real ones are."""
 
 
 class Link:
     """One SUB connection: what is under way, in order."""
 
     def __init__(self) -> None:
-        self.wire: deque[Batch | Literal["disconnected"]] = deque()
+        self.wire: deque[Batch | Literal["disconnected", "connected"]] = deque()
         self.connected = False
 
     def cut(self) -> None:

@@ -18,10 +18,15 @@ from protocol_rules import Rules
 class Model:
     """Makes the abstract parts, with the rules given."""
 
+    turns = 14
+
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.duplicates = not rules.idempotent
         self._nonce = itertools.count(1)
+
+    def fit(self, setup: Setup) -> Setup:
+        return setup
 
     def log(self, setup: Setup) -> Log:
         return Log(self.rules, setup.partitions)

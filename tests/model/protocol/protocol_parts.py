@@ -115,10 +115,15 @@ class QueryPart(Protocol):
 
 
 class Parts(Protocol):
-    """Makes them. ``duplicates``: producers are not idempotent."""
+    """Makes them. ``duplicates``: producers are not idempotent. ``turns`` of a session in a round of coming to rest.
+
+    ``fit`` makes the world one that these parts can be in.
+    """
 
     duplicates: bool
+    turns: int
 
+    def fit(self, setup: Setup) -> Setup: ...
     def log(self, setup: Setup) -> Any: ...
     def bridge(self, log: Any, engines: Mapping[int, Engine], without_replay: Iterable[int]) -> BridgePart: ...
     def worker(self, log: Any, partition: int) -> WorkerPart: ...

@@ -36,7 +36,8 @@ class World:
     """Everything that is, and the ghosts that the checks need."""
 
     def __init__(self, parts: Parts, setup: Setup) -> None:
-        self.parts, self.setup = parts, setup
+        self.parts, self.setup = parts, parts.fit(setup)
+        setup = self.setup
         self.log: LogPart = parts.log(setup)
         self.engines = {rank: Engine(rank, calm=setup.calm) for rank in RANKS}
         self.without_replay: set[int] = set()
@@ -403,7 +404,7 @@ class World:
                 bridge.restore(rank)
                 bridge.producer.flush()
             session.deliver(99)
-            for _ in range(14):
+            for _ in range(self.parts.turns):
                 session.turn(None, idle=True)
                 bridge.producer.flush()
                 session.deliver(99)
@@ -419,14 +420,18 @@ class World:
                 self._fold(partition, s, ALL)
 
     def finish(self) -> None:
-        """Rest, then one clean clear of every engine, then rest again: that ends every doubt."""
+        """Rest, then a clean step and a clean clear of every engine, with rest in between: that ends every doubt."""
         self.settle()
         self.check_quiet()
+        self.queries.clear()
         for engine in self.engines.values():
             engine.up = True
         self.settle()
         rnd = random.Random(1)
-        for engine in self.engines.values():
-            engine.step(rnd, clear=True, lossless=True)
-        self.settle()
+        for clear in (False, True):
+            for engine in self.engines.values():
+                engine.step(rnd, clear=clear, lossless=True)
+            self.settle()
+            self.ask(0)
+            self.hear(0)
         self.check_cleared()

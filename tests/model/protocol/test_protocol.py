@@ -10,8 +10,8 @@ from protocol_model import Model
 from protocol_rules import NAMES, WHY, Rules, without
 from protocol_schedules import LENGTH, hunt, kind_of, play, schedule, setup_of, shortened, show
 
-SCHEDULES = 100
-LONG_SCHEDULES, LONG = 15, 300
+SCHEDULES = 60
+LONG_SCHEDULES, LONG = 8, 300
 
 ALL_RULES = partial(Model, Rules())
 

@@ -96,16 +96,18 @@ class Supervised:
         return getattr(self.present, name)
 
     async def kill(self, *, overlap: bool) -> None:
-        """SIGKILL; ``overlap``: once the next one has taken the rank over."""
+        """SIGKILL; ``overlap``: once the next one has taken the rank over, or was itself claimed over by this one, if
+        both began at once: then it has to notice the silence.
+        """
         self._restarting = True
         old = self.present
         if overlap:
-            name = old.log.with_suffix(f".{len(self.all)}.log")
+            name = self.all[0].log.with_suffix(f".{len(self.all)}.log")
             self.present = Process(old.name, old._command, log=name, environment=old._environment)
             self.all.append(self.present)
             self.present.start()
-            claimed = functools.partial(says, name, "rank_claimed")
-            await asyncio.to_thread(self.present.wait_ready, claimed, 60.0)
+            decided = functools.partial(says, name, {"rank_claimed", "rank_superseded"})
+            await asyncio.to_thread(self.present.wait_ready, decided, 60.0)
         os.kill(old.pid, signal.SIGKILL)
         await asyncio.to_thread(old.join, 30)
         old.kill()
@@ -118,9 +120,9 @@ class Supervised:
             each.stop()
 
 
-def says(log: Path, event: str) -> bool:
-    """Whether a bridge has logged that."""
-    return any(line["event"] == event for line in lines(log))
+def says(log: Path, events: set[str]) -> bool:
+    """Whether a bridge has logged one of these."""
+    return any(line["event"] in events for line in lines(log))
 
 
 def lines(log: Path) -> Iterator[dict[str, Any]]:

@@ -165,9 +165,11 @@ class Setup:
     def settings(self, **options: Any) -> Settings:
         return Settings(kafka=self.kafka, topic_prefix=self.prefix, **(self.options | options))
 
-    def bridge(self, *, identity: Identity | None = None, **options: Any) -> Bridge:
+    def bridge(
+        self, *, identity: Identity | None = None, ranks: list[RankConfig] | None = None, **options: Any
+    ) -> Bridge:
         stream = io.StringIO()
-        bridge = Bridge(self.settings(**options), self.ranks(), telemetry=Telemetry(stream), identity=identity)
+        bridge = Bridge(self.settings(**options), ranks or self.ranks(), telemetry=Telemetry(stream), identity=identity)
         self.logs[bridge.name] = stream
         self._bridges.append(bridge)
         return bridge.start()

@@ -15,9 +15,11 @@ import pytest
 import yaml
 from bridgeworld import Setup, play, recording, rewritten, status, truth
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from proxy import Proxy
 
 from kvledger_bridge.errors import Refused, Unavailable
 from kvledger_bridge.lifelog import digest_of
+from kvledger_bridge.sockets import Endpoints
 from kvledger_engine.standin import StandIn
 from kvledger_wire.partition import partition_of
 from kvledger_wire.records import (
@@ -132,6 +134,38 @@ def test_a_restarted_engine_leaves_no_claim_behind(setup: Setup, eventually: Any
     assert rank.blocks == truth(entry, batches[:5])
     assert rank.state.life == (first[0], 2)
     assert "Suspended" in rank.kinds()
+
+
+def test_an_engine_that_restarts_while_only_its_live_link_is_cut_is_never_called_proven(
+    setup: Setup, eventually: Any
+) -> None:
+    """The replay endpoint answers all the time, for the old life and then for the new one; SUB is away meanwhile."""
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry)
+    with Proxy(engine.data.removeprefix("tcp://")) as link:
+        ranks = [each._replace(endpoints=Endpoints(f"tcp://{link.address}", engine.replay)) for each in setup.ranks()]
+        bridge = setup.bridge(ranks=ranks)
+        play(engine, batches[:20])
+        eventually(lambda: (status(bridge).phase, status(bridge).last) == ("following", 19))
+        link.blackhole()
+        link.cut()
+        eventually(lambda: status(bridge).phase == "suspect")
+        eventually(lambda: setup.lines(bridge, "rank_suspended"))
+        engine.restart()
+        play(engine, batches[:5])
+        link.resume()
+        eventually(lambda: (status(bridge).phase, status(bridge).last) == ("following", 4), 20)
+        reader = setup.reader()
+        rank = reader.until("r/0", 4)
+        while rank.state.life != status(bridge).life:
+            reader.poll()
+        rank = reader.until("r/0", 4)
+    ended = max(i for i, kind in enumerate(rank.kinds()) if kind == "Opened")
+    cut = max(i for i, kind in enumerate(rank.kinds()[:ended]) if kind == "Suspended")
+
+    assert "Resumed" not in rank.kinds()[cut:ended]
+    assert rank.kinds().count("Opened") == 2
+    assert rank.blocks == truth(entry, batches[:5])
 
 
 def test_a_lost_batch_is_brought_back(setup: Setup, eventually: Any) -> None:

@@ -24,9 +24,9 @@ from kvledger_index.model import ModelEntry
 from kvledger_wire.accept import RankState
 from kvledger_wire.records import LIVE, SCHEMA, STORED, Checkpoint, Held, Run
 
-PART_ENTRIES_MAX = 4096
-"""Blocks and hashes of one part: at most about 400 KiB, where each is a run of its own with a digest, so within
-``unit.RECORD_BYTES_MAX``; and about 10 ms of work, as the other ranks wait meanwhile."""
+PART_ENTRIES_MAX = 2048
+"""Blocks and hashes of one part: at most about 200 KiB, where each is a run of its own with a digest, so well within
+``unit.RECORD_BYTES_MAX``; and about 12 ms of work, as the other ranks wait meanwhile."""
 
 COPIES_MAX = 0xFFFF
 """What the log can say of copies of one block; a removal too many is counted, a claim too many would stay."""

@@ -344,7 +344,8 @@ class Bridge:
                 seat.session.unrestorable(done.owner, done.why)
                 continue
             seat.session.restored(done.owner, *done.recalled)
-            seat.schedule.pointed(max(0, done.start), now, age=done.age, size=done.bytes)
+            age = done.age if done.start >= 0 else float("inf")  # readers begin at the log's start: one is due now
+            seat.schedule.pointed(max(0, done.start), now, age=age, size=done.bytes)
 
     def _checkpoint(self, publisher: Publisher, now: float) -> None:
         """One rank at a time writes its ledger: each is a burst."""

@@ -177,15 +177,15 @@ class Session(Tenure):
 
     @property
     def checkpointing(self) -> bool:
-        """Whether a checkpoint is being written, or will be as soon as there is a life."""
-        return self._checkpoint_wanted or self._log.checkpointing
+        """Whether a checkpoint is being written, or will be with the next step."""
+        return self.phase in OWNING and (self._checkpoint_wanted or self._log.checkpointing)
 
     def checkpoint(self) -> None:
         """Write the ledger as it stands, one part per step; nothing is applied meanwhile.
 
-        Given up if anything else has to be said of the rank: then ask again.
+        Given up if there is no life, or anything else has to be said of the rank: then ask again.
         """
-        self._checkpoint_wanted = True
+        self._checkpoint_wanted = self.phase in OWNING
 
     def step(self, now: float, *, batches_max: int, may_load: bool = True) -> list[Command]:
         """Apply at most ``batches_max`` batches and return the commands due, in order.

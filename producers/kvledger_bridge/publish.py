@@ -181,10 +181,13 @@ class Publisher:
         self._produce(self._settings.replicas_topic, 0, key, encode(record), self._reporter(who, record))
 
     def forget(self, who: Who, below: int) -> None:
-        """Take back the pointers of a rank's owners below: a tombstone each."""
-        for owner in self._watch.table.owners(*who) if self._watch is not None else ():
-            if owner < below:
-                self._produce(self._settings.replicas_topic, 0, pointer_key(*who, owner), None, None)
+        """Take back the pointers of a rank's owners below, and what they and we said of restoring: a tombstone each."""
+        if self._watch is None:
+            return
+        stale = [pointer_key(*who, owner) for owner in self._watch.table.owners(*who) if owner < below]
+        stale += [restoring_key(*who, owner) for owner in self._watch.restoring.get(who, ()) if owner <= below]
+        for key in stale:
+            self._produce(self._settings.replicas_topic, 0, key, None, None)
 
     def dead_letter(
         self, who: Who, *, owner: int, seq: int, reason: str, digest: bytes, raw: bytes, now: float

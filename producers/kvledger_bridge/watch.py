@@ -42,6 +42,8 @@ class Watch:
         self.table = ReplicaTable()
         self.read_to = -1
         """The highest offset that was read."""
+        self.restoring: dict[Who, set[int]] = {}
+        """Owners of a rank whose word that they are restoring still stands."""
         self._spoke: list[tuple[Who, int]] = []
         self._telemetry = telemetry
         self._name = name
@@ -85,10 +87,16 @@ class Watch:
         return spoke
 
     def _note(self, key: bytes | None, value: bytes | None) -> None:
-        owned = parse_pointer_key((key or b"").removesuffix(RESTORING_SUFFIX))
-        if owned is not None and value:
-            replica, rank, owner = owned
+        raw = key or b""
+        owned = parse_pointer_key(raw.removesuffix(RESTORING_SUFFIX))
+        if owned is None:
+            return
+        replica, rank, owner = owned
+        if value:
             self._spoke.append(((replica, rank), owner))
+        if raw.endswith(RESTORING_SUFFIX):
+            owners = self.restoring.setdefault((replica, rank), set())
+            (owners.add if value else owners.discard)(owner)
 
     def close(self) -> None:
         """Stop reading."""

@@ -10,8 +10,8 @@ from bridgeworld import Setup, play, recording, status, truth
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from kvledger_bridge.bridge import Bridge
-from kvledger_wire.partition import partition_of, record_key
-from kvledger_wire.records import Checkpoint, Fence, Heartbeat, Opened, Pointer, Resumed, decode_replica
+from kvledger_wire.partition import RESTORING_SUFFIX, partition_of, record_key
+from kvledger_wire.records import Checkpoint, Claim, Fence, Heartbeat, Opened, Pointer, Resumed, decode_replica
 from kvledger_wire.replicas import ReplicaTable
 from kvledger_wire.topics import EVENTS, REPLICAS
 
@@ -60,6 +60,12 @@ def table(setup: Setup) -> ReplicaTable:
     for message in setup.messages(REPLICAS, end) if end else ():
         found.take(message.key(), message.value())
     return found
+
+
+def claims(setup: Setup) -> set[bytes]:
+    """Keys of the newest claims: what else is written must not take their place."""
+    last = {m.key(): decode_replica(m.value()) for m in setup.messages(REPLICAS, 8 * 5) if m.value()}
+    return {key for key, record in last.items() if isinstance(record, Claim)}
 
 
 def deleted(setup: Setup, offset: int) -> None:
@@ -194,19 +200,22 @@ def test_ranks_of_one_partition_are_read_back_in_few_passes(setup: Setup, eventu
         play(engine, batches[4:6])
     eventually(lambda: all(rank.last == 5 for rank in first.status()))
     lives = [rank.life for rank in first.status()]
-    killed(first)
-    second = setup.bridge()
+    killed(delivered(first, eventually))
+    second = setup.bridge(restoring_seconds=0.001)
     eventually(lambda: all((rank.phase, rank.last) == ("following", 5) for rank in second.status()))
 
     assert [rank.life for rank in second.status()] == lives
     assert len(setup.lines(second, "rank_restored")) == 8
+    words = [m for m in setup.messages(REPLICAS, 8 * 5) if m.key().endswith(RESTORING_SUFFIX)]
+    assert {type(decode_replica(m.value())).__name__ for m in words} == {"Restoring"}
+    assert claims(setup) == {f"pod-a/{number}".encode() for number in range(8)}
 
 
 def test_a_bridge_takes_a_rank_back_whose_new_owner_fell_silent(setup: Setup, eventually: Any) -> None:
     """First bridge | second claims over, is killed | a lease later the first goes on, in the same life."""
     entry, batches = recording("llama_s11")
     engine = setup.engine(entry, buffer_steps=BUFFER_STEPS)
-    options = {"lease_seconds": 1.0, "restoring_seconds": 0.3, "topic_check_seconds": 0.2}
+    options = {"lease_seconds": 3.0, "restoring_seconds": 1.0, "topic_check_seconds": 0.2, "idle_probe_seconds": 0.2}
     first = followed(setup, eventually, -1, **options)
     assert engine.wait_subscribers()
     play(engine, batches[:4])
@@ -216,8 +225,8 @@ def test_a_bridge_takes_a_rank_back_whose_new_owner_fell_silent(setup: Setup, ev
     eventually(lambda: status(first).phase == "closed")
     play(engine, batches[4:6])
     eventually(lambda: status(second).last == 5)
-    beats = second.telemetry.counters.delivered + 3
-    eventually(lambda: second.telemetry.counters.delivered > beats)  # heartbeats: longer than a lease
+    beats = second.telemetry.counters.delivered + 20
+    eventually(lambda: second.telemetry.counters.delivered > beats, 30)  # heartbeats: longer than a lease
     assert status(first).phase == "closed"
     killed(delivered(second, eventually))
     play(engine, batches[6:8])

@@ -415,6 +415,22 @@ def test_a_rank_without_a_life_has_no_checkpoint() -> None:
     assert not desk.session.checkpointing
 
 
+def test_a_checkpoint_that_was_asked_for_is_not_waited_for_once_the_rank_is_lost() -> None:
+    """One rank at a time writes one: a rank that never will must not keep the others from theirs."""
+    desk, engine = Desk(), Engine()
+    desk.follow(engine).sew(engine, "+a", "+b")
+    session = desk.session
+    session.checkpoint()
+    desk.turn(batches_max=1)
+    seen = [session.checkpointing]
+    session.superseded(99)
+    seen.append(session.checkpointing)
+    session.checkpoint()
+    seen.append(session.checkpointing)
+
+    assert seen == [True, False, False]
+
+
 def test_a_bridge_claims_again_where_the_higher_owner_fell_silent() -> None:
     engine = Engine()
     desk = Desk().follow(engine).sew(engine, "+a")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -52,7 +52,16 @@ class Answer(NamedTuple):
 class Checker:
     """Reads what the asker writes, line by line, and counts; ``broken`` are promises that were not kept."""
 
-    def __init__(self, source: Path, engines: Mapping[str, Engine], prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        source: Path,
+        engines: Mapping[str, Engine],
+        prompts: Sequence[Prompt],
+        *,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``say`` is told of each promise that was not kept, at once."""
+        self._say = say
         self._source = source
         self._engines = engines
         self._prompts = prompts
@@ -116,6 +125,7 @@ class Checker:
     def _break(self, what: str) -> None:
         if len(self.broken) < BROKEN_SHOWN_MAX:
             self.broken.append(what)
+            self._say(what)
 
 
 def may_be_meant(life: Life, asked: float, answered: float) -> bool:

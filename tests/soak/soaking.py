@@ -95,7 +95,7 @@ class Soak:
         self._faults = list(faults)
         self._say = say
         self._canary = canary
-        self._checker = Checker(world.asker.process.log, world.engines, world.prompts)
+        self._checker = Checker(world.asker.process.log, world.engines, world.prompts, say=say)
         self._reader = LogReader(world.bootstrap, world.prefix, PARTITIONS)
         self._reading = threading.Lock()
         self._over, self._stopped = threading.Event(), threading.Event()

@@ -17,11 +17,12 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 import faust
 from aiokafka.errors import ConsumerStoppedError, IllegalStateError, KafkaError, OffsetOutOfRangeError
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.structs import OffsetAndMetadata, TopicPartition
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
@@ -49,6 +50,8 @@ TURN_SECONDS = 0.1
 BUFFERED_BATCHES_MAX = 4
 """Batches between consumer and agent; Faust's default of 4096 would be millions of records."""
 
+NEVER = float("-inf")
+
 MAX_POLL_SECONDS = 86_400.0
 """A worker that is blocked by a lost Redis keeps its partitions: nobody else could write either."""
 
@@ -59,6 +62,7 @@ class _Drained(NamedTuple):
     epoch: int
     end: int
     records: list[Any]
+    asked: float
 
 
 class _Nothing(dict[Any, None]):
@@ -81,13 +85,31 @@ class FoldThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust 
         super().__post_init__()
         self.epochs: dict[TP, int] = {}
         self._numbers = itertools.count(1)
-        self._answers: dict[TP, tuple[Any, float]] = {}
+        self._asked: dict[TP, float] = {}
+        """When the fetch was sent whose answer was the last, by the monotonic clock."""
 
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
         # Faust asks brokers to hold a fetch for 1.5 s; a partition left out of a fetch in flight would wait that long
         consumer._fetch_max_wait_ms = int(transport.settings.fetch_wait_seconds * 1000)  # noqa: SLF001
+        consumer._client.send = self._timed(consumer._client.send)  # noqa: SLF001
         return consumer
+
+    def _timed(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Remember when what is answered was asked. aiokafka dates an answer by when it is read from the socket, where
+        it has waited for as long as this process was frozen.
+        """
+
+        async def timed(node_id: Any, request: Any, **more: Any) -> Any:
+            asked = time.monotonic()
+            answer = await send(node_id, request, **more)
+            if isinstance(request, FetchRequest):
+                places = {TP(topic, row[0]): asked for topic, rows in request.topics for row in rows}
+                # behind what the fetcher does with the answer: no end is taken for newer than it is
+                asyncio.get_running_loop().call_soon(self._asked.update, places)
+            return answer
+
+        return timed
 
     async def _fetch_records(
         self,
@@ -102,19 +124,19 @@ class FoldThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust 
             raise
         except OffsetOutOfRangeError as error:
             (places,) = error.args
-            return {TP(tp.topic, tp.partition): _Drained(-1, offset, []) for tp, offset in places.items()}
+            return {TP(tp.topic, tp.partition): _Drained(-1, offset, [], 0.0) for tp, offset in places.items()}
         except (KafkaError, OSError, ValueError, RuntimeError) as error:
             # a broker's refusal, or bytes that do not unpack; the position has not moved
             self.consumer.telemetry.fetch_failed(f"{type(error).__name__}: {error}")
             await asyncio.sleep(FETCH_PAUSE_SECONDS)
             return {}
         # no await from here to the end: records and epoch belong together
-        return {
-            TP(tp.topic, tp.partition): _Drained(
-                self.epochs.get(TP(tp.topic, tp.partition), -1), consumer.highwater(tp) or 0, records
-            )
-            for tp, records in drained.items()
-        }
+        found: dict[TP, _Drained] = {}
+        for place, records in drained.items():
+            tp = TP(place.topic, place.partition)
+            asked = self._asked.get(tp, NEVER)
+            found[tp] = _Drained(self.epochs.get(tp, -1), consumer.highwater(place) or 0, records, asked)
+        return found
 
     async def place(self, tp: TP, offset: int) -> int | None:
         """Seek, and number what comes from there on; None where the partition is not assigned any more."""
@@ -130,18 +152,14 @@ class FoldThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust 
         return self.epochs[tp]
 
     def end_of(self, tp: TP, age_seconds_max: float) -> int | None:
-        """The log's end, if a broker said so within ``age_seconds_max``."""
-        consumer = self._ensure_consumer()
-        place = TopicPartition(*tp)
+        """The log's end, if a broker said so when asked within the last ``age_seconds_max``."""
+        if time.monotonic() - self._asked.get(tp, NEVER) > age_seconds_max:
+            return None
         try:
-            said, end = consumer.last_poll_timestamp(place), consumer.highwater(place)
+            end = self._ensure_consumer().highwater(TopicPartition(*tp))
         except (AssertionError, IllegalStateError):  # aiokafka's words for "not assigned"
             return None
-        now, known = time.monotonic(), self._answers.get(tp)
-        if known is None or known[0] != said:
-            known = self._answers[tp] = (said, now)
-        fresh = said is not None and end is not None and now - known[1] <= age_seconds_max
-        return int(end) if fresh else None
+        return None if end is None else int(end)
 
     async def commit_quietly(self, offsets: Mapping[TP, int]) -> None:
         """Commit for lag tools. Faust's own commit ends the process where a broker refuses."""
@@ -188,12 +206,12 @@ class FoldConsumer(driver.Consumer):  # type: ignore[misc]  # Faust is untyped
             await self.wait(self.worker.wait_readable(), timeout=timeout)
             return
         drained = await self._getmany(active_partitions=readable, timeout=POLL_SECONDS)
-        for tp, (epoch, end, records) in drained.items():
+        for tp, (epoch, end, records, asked) in drained.items():
             if not records:
                 self.worker.lost(tp.partition, f"offset {end} is not in the log any more")
                 continue
             message = self._to_message(tp, records[-1])
-            message.key, message.value = None, Batch(tp.partition, epoch, end, records)
+            message.key, message.value = None, Batch(tp.partition, epoch, end, records, asked)
             yield tp, message
 
     def on_buffer_full(self, tp: TP) -> None:

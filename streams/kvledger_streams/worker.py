@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
@@ -57,12 +59,16 @@ class Fetched(Protocol):
 
 
 class Batch(NamedTuple):
-    """What one fetch brought of one partition. ``epoch`` names the seek that it follows, ``end`` the log end then."""
+    """What one fetch brought of one partition. ``epoch`` names the seek that it follows, ``end`` the log end then.
+
+    ``asked`` is when the fetch was sent, by our monotonic clock: its answer may have waited for us since.
+    """
 
     partition: int
     epoch: int
     end: int
     records: Sequence[Fetched]
+    asked: float
 
 
 class Source(Protocol):
@@ -190,7 +196,7 @@ class Worker:
             try:
                 self._check_place(part, part.state, batch)
                 records = ((each.offset, each.timestamp, each.key, each.value) for each in batch.records)
-                await self._advance(part, part.state, records, batch.end)
+                await self._advance(part, part.state, records, batch.end, batch.asked)
             except asyncio.CancelledError:
                 self._lose(part, _Resync("cancelled in the middle of a step"))
                 raise
@@ -315,12 +321,17 @@ class Worker:
         msg = f"offset {jump[1]} came where {jump[0]} was due"
         raise _Resync(msg)
 
-    async def _advance(self, part: _Partition, state: PartitionState, records: Iterable[LogRecord], end: int) -> None:
+    async def _advance(
+        self, part: _Partition, state: PartitionState, records: Iterable[LogRecord], end: int, asked: float
+    ) -> None:
         """Fold records and apply the steps, in order, each after the one before."""
         for step in fold(state, records, end=end, nonce=_nonce, tally=self.tally):
-            await self._apply(part, state, step)
+            await self._apply(part, state, step, asked)
 
-    async def _apply(self, part: _Partition, state: PartitionState, step: Step) -> None:
+    async def _apply(self, part: _Partition, state: PartitionState, step: Step, asked: float) -> None:
+        """``asked``: since when the log's end is known. A process that was frozen knows it of long ago."""
+        if step.at_end and self._now() - asked > self._settings.end_age_seconds_max:
+            step = msgspec.structs.replace(step, at_end=False)
         outcome = await self._writer.apply(step)
         if outcome.verdict == "refused":
             self._telemetry.counters.refused += 1
@@ -341,23 +352,23 @@ class Worker:
             due = self._now() - part.stamped_at >= self._settings.alive_seconds
             if part.state is None or not due or part.lock.locked() or self._stopping or self._source is None:
                 continue
-            end = self._source.end_of(part.number)
+            asked, end = self._now(), self._source.end_of(part.number)
             if end is None or part.state.read < end:
                 continue
             async with part.lock:
                 if part.state is not None:
                     try:
-                        await self._stamp(part, part.state, end)
+                        await self._stamp(part, part.state, end, asked)
                     except Exception as error:  # noqa: BLE001 - the partition waits and is placed again
                         self._lose(part, error)
 
-    async def _stamp(self, part: _Partition, state: PartitionState, end: int) -> None:
+    async def _stamp(self, part: _Partition, state: PartitionState, end: int, asked: float) -> None:
         if state.read >= end:  # a batch may have been taken since
             gone = forget(state, self._settings.forget_seconds, nonce=_nonce, tally=self.tally)
             if gone is not None:
-                await self._apply(part, state, gone)
+                await self._apply(part, state, gone, asked)
                 self._telemetry.notes(part.number, self.tally)
-        await self._advance(part, state, (), end)
+        await self._advance(part, state, (), end, asked)
 
     async def _commit(self) -> None:
         moved = {

@@ -26,7 +26,7 @@ from kvledger_engine.standin import StandIn
 from kvledger_index.model import ModelEntry
 from kvledger_wire.accept import Applied, Dropped, Loading, Opening, RankState, accept
 from kvledger_wire.partition import parse_key, partition_of
-from kvledger_wire.records import CLEARED, STORED, Run, decode_event
+from kvledger_wire.records import ATTACHED, CLEARED, STORED, Run, decode_event
 from kvledger_wire.topics import EVENTS
 
 SECONDS_MAX = 30.0
@@ -57,6 +57,8 @@ class Rank:
     def __init__(self) -> None:
         self.state = RankState()
         self.blocks: set[Block] = set()
+        self.loose: set[Block] = set()
+        """Engine hashes that are resident without a key, in the place of one."""
         self.records: list[Any] = []
         self.partitions: set[int] = set()
 
@@ -67,6 +69,7 @@ class Rank:
             match effect:
                 case Opening() | Loading() | Dropped():
                     self.blocks.clear()
+                    self.loose.clear()
                 case Applied(group=of, changes=changes):
                     for change in changes:
                         self._apply(of, change)
@@ -74,7 +77,9 @@ class Rank:
     def _apply(self, group: int | str | None, change: Any) -> None:
         if change.op == CLEARED:
             self.blocks = {block for block in self.blocks if block[1] != change.medium}
+            self.loose = {block for block in self.loose if block[1] != change.medium}
             return
+        self._apply_loose(group, change)
         for run in change.runs:
             for key in _effective(run):
                 block = (group, change.medium, key)
@@ -83,11 +88,29 @@ class Rank:
                 else:
                     self.blocks.discard(block)
 
+    def _apply_loose(self, group: int | str | None, change: Any) -> None:
+        """What is attached passes between being loose and its key."""
+        if change.origin == ATTACHED:
+            named = {(group, change.medium, name) for run in change.runs for name in _names(run.hashes)}
+            self.loose = self.loose - named if change.op == STORED else self.loose | named
+        for i, name in enumerate(_names(change.unplaced)):
+            if change.unplaced_effective[i // 8] >> i % 8 & 1:
+                block = (group, change.medium, name)
+                if change.op == STORED:
+                    self.loose.add(block)
+                else:
+                    self.loose.discard(block)
+
     def kinds(self) -> list[str]:
         return [type(record).__name__ for record in self.records]
 
     def of(self, kind: type) -> list[Any]:
         return [record for record in self.records if isinstance(record, kind)]
+
+
+def _names(raw: bytes) -> Iterator[bytes]:
+    for at in range(0, len(raw), 8):
+        yield raw[at : at + 8]
 
 
 def _effective(run: Run) -> Iterator[bytes]:

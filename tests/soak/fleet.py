@@ -230,9 +230,13 @@ class Engine:
         keys: dict[int, int] = {}
         for prompt in self._prompts:
             keys |= zip(prompt.names(self.life.scheme), prompt.keys(self.shape.model), strict=True)
+        return {(group, medium, keys[name]) for group, medium, name in self.hashes()}
+
+    def hashes(self) -> set[tuple[int, str, int]]:
+        """(group, medium, engine hash) of the same."""
         with self._lock:
             held: dict[Lane, set[int]] = self.life.chronicle.held()
-        return {(group, medium.lower(), keys[name]) for (group, medium), names in held.items() for name in names}
+        return {(group, medium.lower(), name) for (group, medium), names in held.items() for name in names}
 
     def _begin(self) -> None:
         none = "" if self._found else self._rnd.randbytes(32).hex()

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from typing import NamedTuple
 from actions import ACTIONS
 from answers import Checker
 from asker import drift
-from bridgeworld import LogReader
+from bridgeworld import Block, LogReader
 from fleet import LARGE, Engine, Odds
 from schedule import Fault, draw
-from verdict import Quiet, verdict
+from verdict import Claim, Quiet, verdict
 from world import PARTITIONS, Plan, World
 
 from kvledger.stack import Stack
@@ -287,7 +287,9 @@ class Soak:
                 Quiet(
                     engine.name,
                     truth=frozenset(engine.claims()),
-                    logged=frozenset((group, MEDIA[code], int.from_bytes(key)) for group, code, key in rank.blocks),
+                    logged=claims_of(rank.blocks),
+                    loose=claims_of(rank.loose),
+                    hashes=frozenset(engine.hashes()),
                     dumped=frozenset(
                         (group, medium, key) for name, group, medium, key in dumped if name == engine.name
                     ),
@@ -313,6 +315,11 @@ class Soak:
             f"{len(checker.broken)} promises broken; {self._gaps} gaps, {self._claims} claims, "
             f"healed in {self._healed:.1f} s"
         )
+
+
+def claims_of(blocks: Iterable[Block]) -> frozenset[Claim]:
+    """What a reader of the log holds, as a verdict wants it."""
+    return frozenset((group, MEDIA[code], int.from_bytes(key)) for group, code, key in blocks)
 
 
 def best_status(state: RankState) -> str:

@@ -100,11 +100,23 @@ def gap(first: int, last: int) -> Gap:
 
 
 ALL: frozenset[Claim] = frozenset((0, "gpu", key) for key in range(4))
+HASHES: frozenset[Claim] = frozenset((0, "gpu", 100 + key) for key in range(4))
+LOOSE: frozenset[Claim] = frozenset({(0, "gpu", 103)})
 SOME: frozenset[Claim] = frozenset((0, "gpu", key) for key in range(3))
 
 
 def quiet(**changes: Any) -> Quiet:
-    well = Quiet("r/0", ALL, ALL, ALL, partial=False, lost=(), records=(opened(-1, partial=False),))
+    well = Quiet(
+        "r/0",
+        ALL,
+        ALL,
+        ALL,
+        loose=frozenset(),
+        hashes=HASHES,
+        partial=False,
+        lost=(),
+        records=(opened(-1, partial=False),),
+    )
     return well._replace(**changes)
 
 
@@ -112,6 +124,7 @@ def test_a_rank_that_is_well_is_not_reported() -> None:
     assert verdict(quiet()) == []
     assert verdict(quiet(logged=SOME, dumped=SOME, partial=True, lost=(7,), records=(gap(5, 9),))) == []
     assert verdict(quiet(logged=SOME, dumped=SOME, partial=True, lost=(7,), records=(opened(8, partial=True),))) == []
+    assert verdict(quiet(logged=SOME, dumped=SOME | LOOSE, loose=LOOSE, partial=True, records=(gap(5, 9),))) == []
 
 
 @pytest.mark.parametrize(
@@ -121,6 +134,8 @@ def test_a_rank_that_is_well_is_not_reported() -> None:
         ({"logged": SOME}, "in the index and not in the log"),
         ({"truth": SOME}, "its engine does not hold"),
         ({"truth": SOME, "partial": True, "records": (gap(1, 2),)}, "its engine does not hold"),
+        ({"dumped": ALL | LOOSE}, "in the index and not in the log"),
+        ({"dumped": ALL | LOOSE, "loose": LOOSE, "hashes": frozenset()}, "its engine does not hold"),
         ({"logged": SOME, "dumped": SOME}, "missing, and it is not partial"),
         ({"lost": (7,), "records": (gap(7, 7),)}, "were lost, and it is not partial"),
         ({"lost": (7,), "partial": True, "records": (gap(1, 6),)}, "batch 7 was lost without a word"),

@@ -2,7 +2,8 @@
 
     engine's own claims ──=── blocks of the log (accept) ──=── blocks that ``kvledger dump`` lists
 
-On a partial rank the log may know less than the engine holds, never more; why it is partial must stand in the log.
+A hash without a key stands in the index as a row of its own, which the dump lists like a key; the log knows which. On a
+partial rank the log may know less than the engine holds, never more; why it is partial must stand in the log.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SHOWN_MAX = 3
 
 
 class Quiet(NamedTuple):
-    """One rank at the end. ``lost`` are the sequences of its engine's present life that reached nobody since its last
+    """One rank at the end. ``loose`` are hashes that the log has without a key, ``hashes`` all that its engine holds,
+    in the place of keys. ``lost`` are the sequences of its engine's present life that reached nobody since its last
     clear; ``records`` all that the log has of the rank.
     """
 
@@ -27,6 +29,8 @@ class Quiet(NamedTuple):
     truth: frozenset[Claim]
     logged: frozenset[Claim]
     dumped: frozenset[Claim]
+    loose: frozenset[Claim]
+    hashes: frozenset[Claim]
     partial: bool
     lost: tuple[int, ...]
     records: Sequence[EventRecord]
@@ -34,8 +38,8 @@ class Quiet(NamedTuple):
 
 def verdict(rank: Quiet) -> list[str]:
     """What is wrong with it; nothing if all is well."""
-    found = _differences(rank.name, "index", rank.dumped, "log", rank.logged)
-    phantom, missing = rank.logged - rank.truth, rank.truth - rank.logged
+    found = _differences(rank.name, "index", rank.dumped, "log", rank.logged | rank.loose)
+    phantom, missing = rank.logged - rank.truth | rank.loose - rank.hashes, rank.truth - rank.logged
     if phantom:
         found.append(f"{rank.name}: {len(phantom)} claims that its engine does not hold: {_some(phantom)}")
     if missing and not rank.partial:

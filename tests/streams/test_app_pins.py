@@ -7,21 +7,26 @@ Versions are pinned exactly in pyproject; raise them together with whatever this
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import textwrap
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import aiokafka
 import faust
 import pytest
+from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer.fetcher import Fetcher as AIOFetcher
 from aiokafka.consumer.fetcher import FetchResult
 from aiokafka.consumer.subscription_state import TopicPartitionState
+from aiokafka.protocol.fetch import FetchRequest
 from faust.tables.recovery import Recovery
 from faust.transport import consumer as base
 from faust.transport.conductor import ConductorCompiler
 from faust.transport.drivers import aiokafka as driver
+from faust.types import TP
 from mode.threads import QueueServiceThread
 
 from kvledger_streams import app as ours
@@ -70,7 +75,7 @@ def test_the_versions_under_us_are_those_we_know(package: str, pinned: str) -> N
         (QueueServiceThread.call_thread, ["self", "fun", "args", "kwargs"]),
         (aiokafka.AIOKafkaConsumer.seek, ["self", "partition", "offset"]),
         (aiokafka.AIOKafkaConsumer.highwater, ["self", "partition"]),
-        (aiokafka.AIOKafkaConsumer.last_poll_timestamp, ["self", "partition"]),
+        (AIOKafkaClient.send, ["self", "node_id", "request", "group"]),
     ],
     ids=lambda value: value.__qualname__ if callable(value) else "",
 )
@@ -81,7 +86,7 @@ def test_a_name_that_we_override_or_call_takes_what_it_took(function: Any, expec
 @pytest.mark.parametrize(
     ("kind", "new"),
     [
-        (ours.FoldThread, {"place", "_place", "end_of", "commit_quietly", "_commit_within"}),
+        (ours.FoldThread, {"place", "_place", "end_of", "commit_quietly", "_commit_within", "_timed"}),
         (ours.FoldConsumer, set()),
         (ours.FoldTransport, set()),
         (ours.FoldApp, set()),
@@ -93,6 +98,35 @@ def test_every_method_of_ours_overrides_one_of_faust_or_is_new_on_purpose(kind: 
     inherited = {name for name in defined if any(hasattr(parent, name) for parent in kind.__mro__[1:])}
 
     assert defined - inherited == new
+
+
+def test_a_fetch_is_sent_through_the_client_and_says_what_it_asks_for() -> None:
+    assert {"_client", "send"} <= names_in(AIOFetcher._proc_fetch_request)
+    assert FetchRequest(1, 1, 1, 0, [("t", [(3, 7, 9)])]).topics == [("t", [(3, 7, 9)])]
+
+
+async def test_an_end_is_as_old_as_the_question_and_not_as_the_reading_of_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sent at 100; frozen with the answer in the socket until 107. The next one is asked and answered at 107."""
+    now = 100.0
+    monkeypatch.setattr(ours, "time", SimpleNamespace(monotonic=lambda: now))
+    thread = object.__new__(ours.FoldThread)
+    thread._asked = {}
+    thread._ensure_consumer = lambda: SimpleNamespace(highwater=lambda _: 42)
+    request, tp = FetchRequest(1, 1, 1, 0, [("t", [(3, 7, 9)])]), TP("t", 3)
+
+    async def send(_node: int, _request: Any) -> None:
+        nonlocal now
+        now = 107.0
+
+    ends = [thread.end_of(tp, 2.0)]
+    for _ in range(2):
+        await thread._timed(send)(1, request)
+        await asyncio.sleep(0)
+        ends.append(thread.end_of(tp, 2.0))
+
+    assert ends == [None, None, 42]
 
 
 def test_the_worker_makes_no_folder(tmp_path: Any, monkeypatch: Any) -> None:

@@ -313,6 +313,29 @@ async def test_nobody_is_called_alive_while_the_end_is_not_known_or_not_reached(
     assert await alive(index) == 9000
 
 
+async def test_an_answer_that_waited_while_we_were_frozen_says_nothing_about_the_end() -> None:
+    """The worker sleeps with an answer in its socket; what it wakes up with was the log's end of long ago.
+
+    asked 100 |  answered, frozen ............ | 107 awake: applies what it has, and calls nobody alive
+    """
+    now_ms = 1_000
+    index = MemoryIndex(clock_ms=lambda: now_ms)
+    kafka = Kafka(1)
+    process = Process(kafka, index)
+    await process.settle()
+    await process.turn()
+    write(kafka, 17)
+    process.consumer.asked = process.clock
+    now_ms, process.clock, process.consumer.deaf = 8_000, process.clock + 7, True
+    await process.settle()
+    woken, read = await alive(index), index._store.partitions[0].progress.read
+    process.consumer.deaf = False
+    await process.turn()
+
+    assert (woken, read) == (1000, kafka.end(0))
+    assert await alive(index) == 8000
+
+
 # -- assignment, stop ------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import random
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -72,6 +73,8 @@ class Consumer:
         self.committed: dict[int, int] = {}
         self.deaf = False
         self.seeks = 0
+        self.asked = math.inf
+        """When what ``fetch`` brings was asked for: just now, unless a test says otherwise."""
 
     async def seek(self, partition: int, offset: int) -> int | None:
         if partition not in self.assigned:
@@ -93,7 +96,8 @@ class Consumer:
         rows = self.kafka.logs[partition][at - base : at - base + limit]
         self.position[partition] = at + len(rows)
         records = [Record(at + i, 1000 + at + i, *row) for i, row in enumerate(rows)]
-        return Batch(partition, self.epochs[partition], self.kafka.end(partition), records) if records else None
+        end = self.kafka.end(partition)
+        return Batch(partition, self.epochs[partition], end, records, self.asked) if records else None
 
     def out_of_range(self, partition: int) -> bool:
         return not self.kafka.base[partition] <= self.position[partition] <= self.kafka.end(partition)

@@ -112,7 +112,7 @@ class CloseAll(NamedTuple):
 
 
 class DeadLetter(NamedTuple):
-    """A batch that could not be read. ``raw`` is for operators who opted in, and for nothing else."""
+    """A batch, or an event of it, that could not be read. ``raw`` is for operators who opted in, for nothing else."""
 
     seq: int
     reason: str

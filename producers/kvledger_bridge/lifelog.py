@@ -180,6 +180,9 @@ class LifeLog:
                 self._write(seq, digest, ())
             return
         self._look(batch)
+        strange = [tag for tag in batch.unknown if tag not in self.rank.entry.harmless_tags]
+        if strange:
+            self._out.append(DeadLetter(seq, f"unknown event tag {strange[0]}", digest, payload))
         if batch.failures:
             first = batch.failures[0]
             self._spoilt(seq, payload, digest, f"event {first.index}: {first.reason}", self.rank.entry.loss)

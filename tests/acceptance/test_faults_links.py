@@ -372,6 +372,42 @@ async def restart_behind_a_cut(pipeline: Pipeline, link: Callable[[str], Proxy],
     assert gone.holder.status == ("exact" if replay else "at_least")
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no-replay"])
+async def test_an_engine_that_restarts_in_place_is_another_life(
+    pipeline: Pipeline, link: Callable[[str], Proxy], *, replay: bool
+) -> None:
+    """Nothing hides it: its connections break, and its sequence starts anew.
+
+    old engine   0 ... 99 X
+    new engine              0 1 2 (no events)
+    answers      exact    | never again what the old one held; <= 5 s: exact nothing
+    """
+    meta, batches, oracle = recorded()
+    engine = Engine(pipeline, meta, link, replay=replay)
+    empty = msgspec.msgpack.encode([0.0, [], 0])
+    async with following(pipeline, engine, oracle) as watch:
+        await engine.told([]) if replay else await first_contact(engine, batches[0])
+        await engine.told(batches[0 if replay else 1 : FIRST])
+        await watch.until(lambda holder: holder.status == "exact" and holder.hit_tokens > 0, "the old life is exact")
+        await asyncio.to_thread(engine.standin.restart)
+        restarted = time.monotonic()
+        noticed = await watch.until(
+            lambda holder: holder.status not in TRUSTED or holder.hit_tokens == 0, "it is doubted", TOLD_SECONDS_MAX
+        )
+        assert await asyncio.to_thread(engine.standin.wait_subscribers)
+        for _ in range(3):
+            engine.standin.publish(empty)
+        await watch.until(
+            lambda holder: holder.status == "exact" and holder.as_of == 2 and holder.hit_tokens == 0,
+            "the old life is gone",
+            GONE_SECONDS_MAX - (time.monotonic() - restarted),
+        )
+
+    assert wrong([one for one in watch.trusted() if one.at < restarted], oracle) == []
+    assert [one for one in watch.trusted(noticed.at) if one.holder.hit_tokens > 0] == []
+
+
 async def first_contact(engine: Engine, batch: Published) -> None:
     """Without a replay endpoint a life opens with the first live batch, so the bridge must be there before it."""
     assert await asyncio.to_thread(engine.standin.wait_subscribers, 1, HEALED_SECONDS_MAX)

@@ -86,6 +86,8 @@ class Figures(NamedTuple):
     """The neighbour's, in seconds; the measuring loop's own lag left out."""
     statuses: frozenset[str]
     """All that a router was told of the neighbour meanwhile."""
+    no_opinion: float
+    """Share of questions about the neighbour without an opinion."""
 
     def row(self) -> dict[str, Any]:
         """For people."""
@@ -99,6 +101,7 @@ class Figures(NamedTuple):
             "neighbour_max_ms": round(ordered[-1] * 1000, 1),
             "neighbour_batches": len(ordered),
             "neighbour_statuses": sorted(self.statuses),
+            "neighbour_no_opinion": round(self.no_opinion, 3),
         }
 
 
@@ -108,6 +111,7 @@ class Neighbour:
     def __init__(self, engine: RunningEngine, pipeline: Pipeline, block: int) -> None:
         self.delays: list[float] = []
         self.statuses: set[str] = set()
+        self.opinions: list[bool] = []
         self._engine = engine
         self._block = block
         self._index = pipeline.index(MODEL)
@@ -141,6 +145,7 @@ class Neighbour:
             match = await self._index.match((), replicas=[self._engine.replica])
             holder = match.holders[0]
             self.statuses.add(holder.status)
+            self.opinions.append(match.opinion)
             if holder.as_of is not None and holder.as_of >= seq and holder.status == "exact":
                 return
             if time.monotonic() > deadline:
@@ -217,7 +222,9 @@ async def blow(pipeline: Pipeline, redis_url: str, storm: Storm, size: Size) -> 
         grown = cost_of(pipeline, calm, redis_url).since(before)
     assert {answer.status for answer in answers} <= {"exact"}, answers
     told = tuple(answer.hit_tokens for answer in answers)
-    return Figures(storm.name, blocks, seconds, grown, told, tuple(neighbour.delays), frozenset(neighbour.statuses))
+    unknown = neighbour.opinions.count(False) / len(neighbour.opinions)
+    delays, statuses = tuple(neighbour.delays), frozenset(neighbour.statuses)
+    return Figures(storm.name, blocks, seconds, grown, told, delays, statuses, unknown)
 
 
 Deed = Callable[[Sequence[RunningEngine], Size], Awaitable[tuple[int, list[list[int]]]]]

@@ -223,6 +223,7 @@ def test_reasons_without_a_piece_stand_on_the_heartbeat() -> None:
 
     assert desk.reader.of(Heartbeat)[-1].uncertain == ("u:BlockInactive",)
     assert desk.session.counts.unknown_events == 1
+    assert [c.reason for c in desk.commands if isinstance(c, DeadLetter)] == ["unknown event tag u:BlockInactive"]
     assert desk.reader.status == "uncertain"
 
 

@@ -154,8 +154,12 @@ class LifeLog:
         return self._parts is not None
 
     def begin_checkpoint(self) -> None:
-        """From here on nothing may be applied until the last part was written."""
-        self._parts, self._part = self._snapshot(self._ledger, self.seq), 0
+        """From here on nothing may be applied until the last part was written.
+
+        None begins where readers have given the rank up: what it would restate is not known here either.
+        """
+        if self.state.loaded:
+            self._parts, self._part = self._snapshot(self._ledger, self.seq), 0
 
     def write_part(self) -> None:
         """The next part of the checkpoint that was begun. O(part)."""

@@ -415,6 +415,18 @@ def test_a_rank_without_a_life_has_no_checkpoint() -> None:
     assert not desk.session.checkpointing
 
 
+def test_a_rank_that_readers_have_given_up_has_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of more records than a unit may have unloads the rank for everybody, its bridge included."""
+    monkeypatch.setattr("kvledger_wire.accept.UNIT_RECORDS_MAX", 2)
+    desk, engine = Desk(), Engine()
+    desk.follow(engine).sew(engine, "+a", "+b", "+c", "+d")
+    desk.session.checkpoint()
+    desk.turn()
+
+    assert desk.reader.status == "unknown"
+    assert desk.reader.of(Checkpoint) == []
+
+
 def test_a_checkpoint_that_was_asked_for_is_not_waited_for_once_the_rank_is_lost() -> None:
     """One rank at a time writes one: a rank that never will must not keep the others from theirs."""
     desk, engine = Desk(), Engine()

@@ -296,8 +296,8 @@ class Bridge:
         match record:
             case Fence(owner=owner, why=why) if owner == seat.session.owner:
                 self.telemetry.claimed(seat.name, owner, why)
-            case Pointer(owner=owner, offset=at) if owner == seat.session.owner and seat.session.life[0] >= 0:
-                seat.schedule.pointed(at, now)
+            case Pointer(owner=owner, fence=fence, offset=at) if owner == seat.session.owner and 0 <= fence < at:
+                seat.schedule.pointed(at, now)  # not an inherited one: what that leads to is older
                 if seat.session.counts.checkpoints:
                     self.telemetry.checkpointed(seat.name, offset=at, bytes_=seat.schedule.size)
             case Pointer() | Claim() | Restoring():

@@ -3,6 +3,7 @@
     claim ──> its offset is the owner number
           ──> the newest pointer of a lower owner is written again under it: whoever comes next finds it there
           ──> Fence: from here on lower owners do not count
+          ──> the pointer once more, naming that Fence: who begins to read behind it knows whom it ended
           ──> restore the ledger, from the pointer up to the Fence
 
 Each step waits for Kafka's acknowledgement of the one before. What follows, proof of the same life or a new one, is the
@@ -79,18 +80,22 @@ class Tenure:
         match record:
             case Claim():
                 self._claimed(offset)
-            case Pointer():
+            case Pointer() if self.phase is Phase.POINTING:
                 self._move(Move.POINTED)
                 fence = Fence(SCHEMA, self.owner, self._bridge, self._version, self._why)
                 self._awaited = fence
                 self._out.append(Write(RANK_WIDE, fence))
             case Fence():
-                self._move(Move.FENCED)
                 self._fence, self._claim_tries = offset, 0
+                start = -1 if self._inherited is None else self._inherited.offset
+                self._awaited = Pointer(SCHEMA, self.owner, offset, start)
+                self._out.append(Announce(self._awaited))
+            case Pointer():
+                self._move(Move.FENCED)
                 if self._inherited is None:
                     self._unrestored()
                 else:
-                    self._out.append(Restore(self.owner, self._inherited.offset, offset))
+                    self._out.append(Restore(self.owner, self._inherited.offset, self._fence))
             case _:
                 msg = f"a {type(record).__name__} was awaited"
                 raise Bug(msg)

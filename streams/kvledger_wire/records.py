@@ -247,8 +247,9 @@ class Pointer(Record, frozen=True, array_like=True, tag="pointer"):
     """On ``kvledger.replicas`` with key (rank, owner): where reading of the rank's partition may start.
 
     ``offset`` is where the newest ``Opened`` or first part of a complete checkpoint stands (-1: log start), ``fence``
-    the Fence of the owner who wrote that, so that a reader who starts there knows whom it ended; with an inherited
-    pointer that is the earlier owner's (-1: not known). Written only after what it names was acknowledged.
+    the own Fence, so that a reader who starts behind it knows whom it ended. Before that stands, a new owner inherits a
+    pointer with the earlier owner's Fence (-1: none); it writes the pointer again when it does. Written only after what
+    it names was acknowledged.
     """
 
     fence: int

@@ -81,14 +81,15 @@ def test_a_take_over_leaves_claim_pointer_fence_and_pointer(setup: Setup, eventu
     play(setup.engine(entry), batches[:10])
     bridge = followed(setup, eventually)
     rank = setup.reader().until("r/0", 9)
-    messages = setup.messages(REPLICAS, 3)
-    claim, first, second = (decode_replica(message.value()) for message in messages)
+    messages = setup.messages(REPLICAS, 4)
+    claim, first, fenced, second = (decode_replica(message.value()) for message in messages)
 
     assert isinstance(claim, Claim)
     assert (claim.bridge, messages[0].offset()) == (bridge.name, 0)
     assert first == Pointer(0, owner=0, fence=-1, offset=-1)
+    assert fenced == Pointer(0, owner=0, fence=0, offset=-1)
     assert isinstance(second, Pointer)
-    assert [message.key() for message in messages] == [b"r/0", b"r/0/0", b"r/0/0"]
+    assert [message.key() for message in messages] == [b"r/0", b"r/0/0", b"r/0/0", b"r/0/0"]
     assert rank.kinds()[:2] == ["Fence", "Opened"]
     assert (second.fence, second.offset) == (0, 1)
     assert rank.of(Opened)[0].entry == entry

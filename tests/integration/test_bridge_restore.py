@@ -185,9 +185,11 @@ def test_the_newest_of_an_owners_pointers_counts_and_lower_owners_leave_none(set
 
     assert found is not None
     assert found.offset >= at
-    records = [decode_replica(m.value()) for m in setup.messages(REPLICAS, 5)[:5]]
-    assert [type(record).__name__ for record in records] == ["Claim", "Pointer", "Pointer", "Claim", "Pointer"]
-    assert [getattr(record, "offset", None) for record in (records[2], records[4])] == [1, 1]  # inherited
+    records = [decode_replica(m.value()) for m in setup.messages(REPLICAS, 7)[:7]]
+    assert [type(record).__name__ for record in records] == ["Claim", *["Pointer"] * 3, "Claim", *["Pointer"] * 2]
+    pointed = [(record.fence, record.offset) for record in records if isinstance(record, Pointer)]
+    assert pointed[:4] == [(-1, -1), (0, -1), (0, 1), (0, 1)]  # the last one is inherited
+    assert pointed[4][0] > pointed[4][1] == 1  # and names the own Fence once that stands
 
 
 def test_ranks_of_one_partition_are_read_back_in_few_passes(setup: Setup, eventually: Any) -> None:

@@ -13,12 +13,12 @@ from kvledger_bridge.errors import Bug
 from kvledger_wire.records import Claim, Fence, Heartbeat, Opened, Pointer
 
 
-def test_a_take_over_is_claim_pointer_fence_opened_each_waiting_for_the_one_before() -> None:
+def test_a_take_over_is_claim_pointer_fence_pointer_opened_each_waiting_for_the_one_before() -> None:
     desk, engine = Desk(), Engine()
     held: list[Any] = []
     desk.hold = lambda record: not held.append(record)  # type: ignore[func-returns-value]  # keeps it, and says hold
     seen: list[tuple[Phase, list[str], list[str]]] = []
-    for _ in range(3):
+    for _ in range(4):
         desk.turn()
         if not seen:
             desk.session.connected()
@@ -33,8 +33,10 @@ def test_a_take_over_is_claim_pointer_fence_opened_each_waiting_for_the_one_befo
         (Phase.CLAIMING, ["Claim"], []),
         (Phase.POINTING, ["Claim", "Pointer"], []),
         (Phase.FENCING, ["Claim", "Pointer"], ["Fence"]),
+        (Phase.FENCING, ["Claim", "Pointer", "Pointer"], ["Fence"]),
     ]
     assert desk.replicas[1] == Pointer(0, owner=7, fence=-1, offset=-1)
+    assert desk.replicas[2] == Pointer(0, owner=7, fence=40, offset=-1)
     fence, opened = (record for _, record in desk.reader.log)
     assert (fence.owner, fence.bridge, fence.why) == (7, "b", "first contact")
     assert (opened.owner, opened.life, opened.n, opened.seq, opened.partial) == (7, (7, 1), 0, -1, False)
@@ -48,8 +50,8 @@ def test_the_opened_is_pointed_at_once_it_is_acknowledged() -> None:
     desk.session.acknowledged(desk.reader.of(Opened)[0], 12)
     desk.turn()
 
-    assert len(before) == 2
-    assert desk.replicas[2] == Pointer(0, owner=0, fence=0, offset=12)
+    assert len(before) == 3
+    assert desk.replicas[3] == Pointer(0, owner=0, fence=0, offset=12)
 
 
 def test_nothing_waits_for_the_acknowledgement_of_an_opened() -> None:
@@ -102,7 +104,7 @@ def test_of_two_claims_under_way_the_higher_wins(foreign: int, phase: Phase) -> 
 
 
 def test_a_failed_delivery_claims_anew_and_opens_a_new_life() -> None:
-    """Claim 0 | opened (0,1) | events -X- | claim 3 | fence | opened (3,1) with everything again."""
+    """Claim 0 | opened (0,1) | events -X- | claim 4 | fence | opened (4,1) with everything again."""
     desk, engine = Desk(), Engine()
     engine.step("+a")
     desk.follow(engine).sew(engine, "+b")
@@ -116,8 +118,8 @@ def test_a_failed_delivery_claims_anew_and_opens_a_new_life() -> None:
     desk.serve(engine)
     desk.turn()
 
-    assert desk.session.owner == 3
-    assert desk.reader.state.life == (3, 1)
+    assert desk.session.owner == 4
+    assert desk.reader.state.life == (4, 1)
     assert desk.reader.blocks == {"a", "b"}
     assert desk.reader.of(Fence)[1].why == "delivery failed: _MSG_TIMED_OUT"
     assert desk.reader.status == "exact"
@@ -138,7 +140,7 @@ def test_failures_of_earlier_owners_are_ignored() -> None:
     desk.turn()
 
     assert desk.session.phase is Phase.FOLLOWING
-    assert [p.offset for p in desk.replicas if isinstance(p, Pointer)] == [-1, 1, 1]
+    assert [p.offset for p in desk.replicas if isinstance(p, Pointer)] == [-1, -1, 1, 1, 1]
 
 
 def test_claims_that_fail_again_and_again_back_off() -> None:

@@ -165,13 +165,15 @@ def test_an_unfinished_batch_is_asked_for_again() -> None:
     assert (second.reader.status, second.reader.blocks) == ("exact", {"a", "b", "c", "d"})
 
 
-def test_the_pointer_of_the_highest_owner_below_is_inherited_before_the_fence() -> None:
+def test_the_pointer_of_the_highest_owner_below_is_inherited_before_the_fence_and_names_it_then() -> None:
     engine = Engine()
     first, second = taken_over(engine, "+a")
     own = [p for p in second.replicas if isinstance(p, Pointer) and p.owner == second.session.owner]
     opened = next(p for p in first.replicas if isinstance(p, Pointer) and p.offset >= 0)
 
-    assert [(p.fence, p.offset) for p in own] == [(opened.fence, opened.offset)]
+    fence = next(i for i, (_, r) in enumerate(second.reader.log) if r is second.reader.of(Fence)[1])
+
+    assert [(p.fence, p.offset) for p in own] == [(opened.fence, opened.offset), (fence, opened.offset)]
     assert second.reader.log[opened.offset][1] == first.reader.of(Opened)[0]
 
 

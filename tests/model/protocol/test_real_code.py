@@ -12,6 +12,7 @@ from protocol_schedules import LENGTH, hunt, play, show
 from real_model import RealCode
 
 import kvledger_bridge.engine as engine_module
+import kvledger_streams.progress as progress_module
 from kvledger_bridge.continuity import Move, Phase
 from kvledger_bridge.engine import Session
 from kvledger_bridge.lifelog import LifeLog
@@ -28,6 +29,27 @@ TAKEN_OVER_TWICE = Counterexample(
     "configure:0 start:2 start:28702 sync:35037 step:51609 sync:35393 step:59803 pump:59811 resend:49380 sync:36772",
 )
 """Of two claims the higher one fences first, so that the lower one reads that Fence as it restores."""
+
+
+OLD_OWNER_AFTER_RETENTION = Counterexample(
+    "I2 old life",
+    "configure:3 start:2 pump:0 pump:0 pump:0 pump:0 deliver:32 deliver:33 step:50480 turn:0 turn:0 "
+    "turn:0 turn:1 turn:1 restart:0 step:55120 start:0 pump:2 pump:2 pump:2 deliver:34 deliver:34 turn:2 "
+    "turn:2 turn:2 turn:2 pump:2 turn:2 pump:2 pump:2 fold:32 fold:32 fold:32 fold:32 start:1 pump:5 "
+    "pump:5 pump:5 pump:5 pump:5 deliver:37 turn:5 turn:5 turn:5 pump:5 turn:5 pump:5 pump:5 fold:32 "
+    "fold:32 fold:32 fold:32 truncate:0 pump:0 flush:0 fold:32 fold:32 fold:32 fold:32 fold:32 fold:32",
+)
+"""Retention takes all of a rank but what an owner that was fenced long ago sends now; then Redis is empty."""
+
+DEAD_BEFORE_ITS_POINTER = Counterexample(
+    "I2 old life",
+    "configure:3 start:2 pump:0 pump:0 pump:0 pump:0 deliver:32 deliver:33 step:50480 turn:0 turn:0 "
+    "turn:0 turn:1 turn:1 restart:0 step:55120 start:0 pump:2 pump:2 pump:2 pump:2 deliver:34 deliver:34 "
+    "restore:2 turn:2 turn:2 turn:2 land:34 fold:32 fold:32 fold:32 fold:32 start:1 pump:5 pump:5 pump:5 "
+    "pump:5 pump:5 deliver:37 turn:5 turn:5 turn:5 pump:5 turn:5 pump:5 pump:5 fold:32 fold:32 fold:32 "
+    "fold:32 truncate:0 pump:0 flush:0 fold:32 fold:32 fold:32 fold:32 fold:32 fold:32",
+)
+"""The same, where the newer owner's life was folded but never pointed at: only its restated pointer names its Fence."""
 
 
 class Sabotage(NamedTuple):
@@ -89,7 +111,12 @@ SABOTAGES: dict[str, Sabotage] = {
         Session,
         "_watch_answer",
         lambda _session: None,
-        Counterexample("L1", "start:2 step:44976 step:60048 step:4316 step:15248 sync:55504", Setup(partitions=2)),
+        Counterexample(
+            "I1",
+            "configure:3 start:0 sync:0 sync:0 step:5664 sync:0 turn:15808 turn:26144 turn:51568 turn:45504 "
+            "turn:37920 turn:19424 turn:34208 turn:14112 turn:34128 turn:53984 turn:42896 turn:35104 turn:14096 "
+            "turn:42656",
+        ),
     ),
     "a restored ledger knows the last checkpoint only": Sabotage(
         Recall,
@@ -98,6 +125,23 @@ SABOTAGES: dict[str, Sabotage] = {
         Counterexample("I1", "start:2 sync:56040 step:18508 start:56727 pump:47503"),
     ),
     "a higher owner in the log is no reason to stop": Sabotage(Tenure, "restored", _heedless, TAKEN_OVER_TWICE),
+    "a restored ledger knows nothing of its checkpoint": Sabotage(
+        Recall,
+        "_restate",
+        lambda _recall, _part: None,
+        Counterexample(
+            "I1",
+            "configure:3 start:0 sync:0 sync:0 step:50480 sync:0 sync:0 step:55120 sync:0 step:5296 sync:0 sync:0 "
+            "checkpoint:0 turn:0 turn:0 turn:0 turn:0 turn:0 turn:0 pump:0 pump:0 kill:0 start:0 sync:0 sync:0 sync:0 "
+            "step:33936 sync:0 step:63680 sync:0 step:53072 sync:0 sync:0",
+        ),
+    ),
+    "nobody knows who was ended before reading began": Sabotage(
+        progress_module, "_ended_before", lambda _restart, _fences: {}, OLD_OWNER_AFTER_RETENTION
+    ),
+    "nobody knows who was ended by an owner that never opened a pointer of its own": Sabotage(
+        progress_module, "_ended_before", lambda _restart, _fences: {}, DEAD_BEFORE_ITS_POINTER
+    ),
     "Redis takes whatever comes": Sabotage(
         MemoryIndex,
         "_due",

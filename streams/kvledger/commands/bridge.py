@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 from kvledger.errors import BadInput
+
+COLLECT_AFTER = (50_000, 20, 100)
+"""Python's thresholds for looking for garbage. A ledger is millions of small objects without cycles; with the defaults
+a batch of 200,000 blocks takes a fifth longer, in one turn that all ranks of the node wait for."""
 
 FLAGS = ("kafka", "topic_prefix", "partitions", "replicas", "models", "id")
 
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, signal.SIG_DFL)
         bridge.stop()
 
+    gc.set_threshold(*COLLECT_AFTER)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     bridge.run()

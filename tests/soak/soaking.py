@@ -348,7 +348,8 @@ def main(words: list[str]) -> int:
         return 0
     for what in result.broken:
         logger.error("%s", what)
-    logger.error("soak: FAILED; again with: make soak MINUTES=%g SEED=%d; logs are in %s", minutes, seed, folder)
+    again = f"make soak MINUTES={minutes:g} SEED={seed}{' CANARY=1' if canary else ''}"
+    logger.error("soak: FAILED; again with: %s; logs are in %s", again, folder)
     return 1
 
 

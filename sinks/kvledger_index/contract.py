@@ -61,7 +61,8 @@ class IndexReader(Protocol):
         ``hashes`` are engine hashes (low 64 bits), each looked up as the only key of a row named by itself, in the
         first of these round trips: ``Reading.singles``. They stand there only while they are resident without a block
         key.
-        The result's ``version`` differs from the catalogue's where that changed meanwhile: take both again.
+        The result's ``version`` differs from the catalogue's where that changed meanwhile: take both again, or trust
+        only ranks that did not change (``Reading``).
         Holders may name slots that no catalogue knows: those are dead.
         """
 

@@ -107,9 +107,6 @@ class RedisReader:
         version = first.now.get(b"v", b"")
         stored, corrupt = _partitions(numbers, first.partitions)
         views = {number: value.view() for number, value in stored.items()}
-        if version != catalogue.version:
-            self.corrupt += corrupt
-            return Reading(version, first.time_ms, {}, views, [], frozenset(), corrupt)
         pulses, bad = _pulses(catalogue, first.now, stored)
         corrupt += bad
         rows, bad = _rows(first.rows, paths)

@@ -54,7 +54,8 @@ class Segment(msgspec.Struct, frozen=True):
 class Reading(NamedTuple):
     """One answer, of one moment for every rank but those in ``moved``, whose stamp moved while it was read.
 
-    Where ``version`` differs from the catalogue's, only ``version``, ``time_ms`` and ``partitions`` mean anything.
+    Where ``version`` differs from the catalogue's, it holds only for ranks that a catalogue taken afterwards shows as
+    the one before did: slots are never given twice, so those were theirs all the while.
     ``singles`` are the holders of the engine hashes that were asked for, in their order; each has bit 0 only.
     ``corrupt`` counts stored values that could not be read: they count as absent, so no answer from this reading is
     exact.

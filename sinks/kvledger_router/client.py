@@ -34,10 +34,23 @@ CATALOGUE_TRIES_MAX = 3
 
 
 class _Answer(NamedTuple):
-    """One reading per stride, all of the roster's version, and what was asked for by engine hash in each."""
+    """One reading per stride, and what was asked for by engine hash in each."""
 
     roster: Roster
     readings: dict[int, tuple[Reading, Plan]]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the catalogue did not change while it was read."""
+        return all(reading.version == self.roster.version for reading, _ in self.readings.values())
+
+    def without(self, changed: frozenset[str]) -> _Answer:
+        """The same with these ranks among those that moved."""
+        readings = {
+            stride: (reading._replace(moved=reading.moved | changed), asked)
+            for stride, (reading, asked) in self.readings.items()
+        }
+        return _Answer(self.roster, readings)
 
 
 class _NoOpinion(NamedTuple):
@@ -82,7 +95,7 @@ class Index:
         self._engine_hashes = engine_hashes
         self._needing: dict[tuple[int, bool], frozenset[str]] = {}
         """By stride and whether the prompt was plain: ranks that had to be asked by engine hash when last looked at."""
-        self._late: set[asyncio.Task[_Answer | _NoOpinion]] = set()
+        self._late: set[asyncio.Task[_Answer]] = set()
 
     @classmethod
     def from_url(
@@ -205,7 +218,7 @@ class Index:
                 telemetry.breaker_changed(before, self._breaker.state, why)
         return answer
 
-    async def _within_deadline(self, prompt: Prompt) -> _Answer | _NoOpinion:
+    async def _within_deadline(self, prompt: Prompt) -> _Answer:
         """Read, or raise TimeoutError at the deadline.
 
         A reading that is late is left to finish, unheard: cancelling it would cost its connection, so a Redis that is
@@ -226,27 +239,35 @@ class Index:
         self._leave_behind(task)
         raise TimeoutError
 
-    def _leave_behind(self, task: asyncio.Task[_Answer | _NoOpinion]) -> None:
+    def _leave_behind(self, task: asyncio.Task[_Answer]) -> None:
         self._late.add(task)
         task.add_done_callback(self._ended_late)
 
-    def _ended_late(self, task: asyncio.Task[_Answer | _NoOpinion]) -> None:
+    def _ended_late(self, task: asyncio.Task[_Answer]) -> None:
         self._late.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, IndexFailure):
             task.get_loop().call_exception_handler({"message": "a late reading failed", "exception": error})
 
-    async def _read(self, prompt: Prompt) -> _Answer | _NoOpinion:
-        """Catalogue and readings of one version; no opinion where it changes with every try."""
+    async def _read(self, prompt: Prompt) -> _Answer:
+        """Catalogue and readings of one version. Where it changes with every try, the ranks that it changed for count
+        as moved: one that clears without end costs the others nothing.
+        """
         roster = self._roster or await self._refresh(None)
-        for _ in range(CATALOGUE_TRIES_MAX):
-            readings = {stride: await self._read_stride(roster, stride, prompt) for stride in roster.strides}
-            if all(reading.version == roster.version for reading, _ in readings.values()):
-                return _Answer(roster, readings)
+        answer = await self._read_all(roster, prompt)
+        for _ in range(CATALOGUE_TRIES_MAX - 1):
+            if answer.settled:
+                return answer
             self.counters.rereads += 1
-            roster = await self._refresh(roster)
+            answer = await self._read_all(await self._refresh(answer.roster), prompt)
+        if answer.settled:
+            return answer
         self.counters.unsettled += 1
-        return _NoOpinion(f"unsettled: the catalogue changed during each of {CATALOGUE_TRIES_MAX} readings")
+        self._roster = seat_all(await self._reader.catalogue(self.model))  # one that is younger than the readings
+        return answer.without(answer.roster.changed(self._roster.catalogue))
+
+    async def _read_all(self, roster: Roster, prompt: Prompt) -> _Answer:
+        return _Answer(roster, {stride: await self._read_stride(roster, stride, prompt) for stride in roster.strides})
 
     async def _read_stride(self, roster: Roster, stride: int, prompt: Prompt) -> tuple[Reading, Plan]:
         """One reading. What is asked by engine hash is what ranks needed when last looked at; if one needs more by now,

@@ -52,6 +52,10 @@ class Roster(NamedTuple):
         """The catalogue's."""
         return self.catalogue.version
 
+    def changed(self, later: Catalogue) -> frozenset[str]:
+        """Ranks that a later catalogue shows otherwise, or not at all. O(ranks)."""
+        return frozenset(name for name, view in self.catalogue.ranks.items() if later.ranks.get(name) != view)
+
 
 def seat_all(catalogue: Catalogue) -> Roster:
     """Prepare every rank; a rank id is ``replica/rank``, and a replica's name has no slash."""

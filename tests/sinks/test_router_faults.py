@@ -227,17 +227,48 @@ class Restless(Wrapped):
         return await super().read(catalogue, model, keys, hashes)
 
 
-@pytest.mark.parametrize(("changes", "opinion"), [(1, True), (CATALOGUE_TRIES_MAX - 1, True), (99, False)])
-async def test_an_answer_over_a_changed_catalogue_is_taken_again_within_bounds(
-    world: World, changes: int, *, opinion: bool
-) -> None:
+@pytest.mark.parametrize("changes", [1, CATALOGUE_TRIES_MAX - 1])
+async def test_an_answer_over_a_changed_catalogue_is_taken_again(world: World, changes: int) -> None:
     await world.fleet.open("pod-a/0")
     await world.fleet.store("pod-a/0", PROMPT)
     reader = Restless(world.memory, world.fleet, changes)
     match = await Index(reader, model=MODEL, deadline_seconds=5.0).match(PROMPT)
 
-    assert match.opinion is opinion
-    assert [h.hit_tokens for h in match] == ([160] if opinion else [0])
+    assert [(h.hit_tokens, h.status) for h in match] == [(160, "exact")]
+
+
+async def test_a_rank_that_changes_without_end_costs_the_others_nothing(world: World) -> None:
+    for rank in ("pod-a/0", "pod-b/0"):
+        await world.fleet.open(rank)
+        await world.fleet.store(rank, PROMPT)
+    index = Index(Restless(world.memory, world.fleet, 99), model=MODEL, deadline_seconds=5.0)
+    match = await index.match(PROMPT)
+
+    assert match.opinion
+    assert [(h.replica, h.hit_tokens, h.status) for h in match] == [
+        ("pod-b", 160, "exact"),
+        ("pod-a", 160, "uncertain"),
+    ]
+    assert index.counters.unsettled == 1
+
+
+class Clearing(Restless):
+    """The rank is emptied right behind the last reading."""
+
+    async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
+        reading = await super().read(catalogue, model, keys, hashes)
+        if not self.changes:
+            await self.fleet.become("pod-a/0", engine_version="another")
+        return reading
+
+
+async def test_a_rank_that_changes_before_the_look_that_settles_is_not_exact(world: World) -> None:
+    await world.fleet.open("pod-a/0")
+    await world.fleet.store("pod-a/0", PROMPT)
+    reader = Clearing(world.memory, world.fleet, CATALOGUE_TRIES_MAX)
+    match = await Index(reader, model=MODEL, deadline_seconds=5.0).match(PROMPT)
+
+    assert [h.status for h in match] == ["uncertain"]
 
 
 async def test_the_catalogue_is_read_once_for_many_questions(faulty: Faulty) -> None:

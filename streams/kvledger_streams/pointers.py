@@ -86,7 +86,8 @@ class Pointers:
             "enable.auto.commit": False,
             "auto.offset.reset": "error",
             "enable.partition.eof": True,
-            # one record here, one there: with the client's defaults each takes half a second, with these 5 ms
+            # one record here, one there: with the client's defaults each takes half a second, with these 5 ms;
+            # the first one of a topic whose leaders were not asked for takes half a second all the same (``_check``)
             "fetch.message.max.bytes": FETCH_BYTES,
             "fetch.wait.max.ms": 10,
             "fetch.queue.backoff.ms": 5,
@@ -120,6 +121,8 @@ class Pointers:
     ) -> Starts:
         """``starts``, of a table that was read."""
         fences = table.fences(partition, partitions)
+        # who leads the partition: unasked, the client finds out on a timer, half a second after it was assigned
+        consumer.list_topics(self._events, timeout=self._seconds)
         consumer.assign([TopicPartition(self._events, partition, OFFSET_BEGINNING)])
         first = self._next(consumer, deadline)
         if first is None:

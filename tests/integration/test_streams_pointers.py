@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bridgeworld import Setup, play, recording, status, truth
+from confluent_kafka import Consumer
 from ranklog import RankLog
 from redis.asyncio import Redis
 from streamsworld import PARTITIONS, Installation
@@ -164,6 +166,32 @@ async def test_ranks_that_nobody_follows_any_more_do_not_send_a_rebuild_to_the_l
     world.point()
 
     assert await look(world) == ({f"{lives}/0": 0}, "")
+
+
+class Unasked(Consumer):  # type: ignore[misc]  # the client has no types
+    """A consumer that asks nobody who leads the event topic's partitions before it is sent to one."""
+
+    def list_topics(self, topic: str, timeout: float) -> Any:
+        """Of the replicas topic only."""
+        return super().list_topics(topic, timeout=timeout) if topic.endswith(REPLICAS) else None
+
+
+async def test_a_look_does_not_wait_for_the_clients_timer(world: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild looks at all partitions, one after the other: the quickest shows what each has to take."""
+
+    async def quickest() -> float:
+        source, taken = pointers(world), []
+        for number in range(PARTITIONS):
+            begun = time.monotonic()
+            await source.starts(number, PARTITIONS)
+            taken.append(time.monotonic() - begun)
+        return min(taken)
+
+    asked = await quickest()
+    monkeypatch.setattr(looking, "Consumer", Unasked)
+    unasked = await quickest()
+
+    assert asked < 0.4 < unasked
 
 
 async def test_a_look_ends_with_its_time_or_when_it_is_stopped(

@@ -47,6 +47,7 @@ from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.engine import Session
 from kvledger_bridge.lease import Leases
 from kvledger_bridge.ledger import Ledger
+from kvledger_bridge.process import read_process
 from kvledger_bridge.publish import Publisher
 from kvledger_bridge.restorer import Restorer
 from kvledger_bridge.schedule import Schedule
@@ -88,8 +89,8 @@ LATE_BATCHES = 3
 
 IDENTITY_THREADS = 4
 
-Identity = Callable[[RankConfig], str | None]
-"""Reads the identity of an engine's process from the engine itself; may block, runs in a thread of its own."""
+Identity = Callable[[str], str | None]
+"""Reads the identity of an engine's process from its metrics page; may block, runs in a thread of its own."""
 
 
 class RankStatus(NamedTuple):
@@ -139,7 +140,7 @@ class Bridge:
         *,
         telemetry: Telemetry | None = None,
         clock: Callable[[], float] = time.monotonic,
-        identity: Identity | None = None,
+        identity: Identity = read_process,
     ) -> None:
         self.settings = checked(settings)
         self.telemetry = telemetry or Telemetry()
@@ -244,8 +245,9 @@ class Bridge:
         self._reported_at = now
         for config in self._ranks:
             replay = config.endpoints.replay is not None
+            process = config.metrics is not None and not replay  # replay proves more
             session = Session(
-                Rank(config.replica, config.rank, config.entry, replay, self._identity is not None and not replay),
+                Rank(config.replica, config.rank, config.entry, replay, process),
                 decode=decode_batch,
                 ledger=Ledger,
                 bridge=self.name,
@@ -434,8 +436,8 @@ class Bridge:
             case DropReplay():
                 seat.link.drop_replay()
             case AskProcess():
-                if self._identity is not None:
-                    seat.reading = shell.readers.submit(self._identity, seat.config)
+                if seat.config.metrics is not None:
+                    seat.reading = shell.readers.submit(self._identity, seat.config.metrics)
             case CloseAll():
                 seat.link.close()
             case Note(code=code, text=text):
@@ -446,7 +448,10 @@ class Bridge:
         if seat.reading is None or not seat.reading.done():
             return
         reading, seat.reading = seat.reading, None
-        seat.session.identified(None if reading.cancelled() or reading.exception() else reading.result())
+        identity = None if reading.cancelled() or reading.exception() else reading.result()
+        if identity is None:
+            self.telemetry.process_unread(seat.name, seat.config.metrics or "")
+        seat.session.identified(identity)
 
     # ---- what is told
 

@@ -10,6 +10,7 @@ Both are YAML; what is wrong is named with file and line and with what to write 
         replay: tcp://10.0.0.7:5558                  - {group: 1, kind: full_attention, block_size: 16}
         mode: connect        # or bind
         topic: ""            # a prefix
+        metrics: http://10.0.0.7:8000/metrics
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ REPLICAS_MAX = 4_096
 """Ranks of one bridge: three sockets each."""
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^:\[\]/;]+):(?P<port>\d{1,5})\Z")
+_HTTP = re.compile(
+    r"https?://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?/[!-\"$-~]+\Z", re.IGNORECASE
+)
 _HEX = re.compile(r"(?:[0-9a-f]{2})*\Z")
 _FIELD = re.compile(r"at `\$\.(\w+)")
 _UNKNOWN = re.compile(r"unknown field `(\w+)`")
@@ -48,6 +52,8 @@ class RankConfig(NamedTuple):
     rank: int
     entry: ModelEntry
     endpoints: Endpoints
+    metrics: str | None = None
+    """The engine's own metrics page, which tells which process it is."""
 
 
 class _Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,6 +64,7 @@ class _Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay: str | None = None
     mode: Literal["connect", "bind"] = "connect"
     topic: str = ""
+    metrics: str | None = None
 
 
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,7 +167,10 @@ def _rank(node: Node, entries: Mapping[str, ModelEntry]) -> RankConfig:
     _address(node, "data", item.data, bind=item.mode == "bind")
     if item.replay is not None:
         _address(node, "replay", item.replay, bind=False)
-    return RankConfig(item.id, item.rank, entry, Endpoints(item.data, item.replay, item.mode, item.topic))
+    if item.metrics is not None:
+        _page(node, item.metrics)
+    endpoints = Endpoints(item.data, item.replay, item.mode, item.topic)
+    return RankConfig(item.id, item.rank, entry, endpoints, item.metrics)
 
 
 def _entry(node: Node) -> ModelEntry:
@@ -240,6 +250,17 @@ def _address(node: Node, key: str, address: str, *, bind: bool) -> None:
             f"{where}: {key} {address!r} names no host to connect to. Write the engine's address; if the engine itself "
             f"is given a concrete endpoint, its PUB connects, and the bridge must bind: mode: bind"
         )
+
+
+def _page(node: Node, url: str) -> None:
+    match = _HTTP.match(url)
+    if match is None or match["host"] in _ANY_HOSTS:
+        raise InvalidConfig(
+            f"{node.at('metrics')}: metrics names no page; write http://HOST:PORT/metrics, or https, "
+            f"the engine's own, without user or password"
+        )
+    if match["port"] is not None and not 1 <= int(match["port"]) <= 65535:
+        raise InvalidConfig(f"{node.at('metrics')}: port {match['port']} of metrics is outside 1..65535")
 
 
 def _own_addresses(node: Node, endpoints: Endpoints, used: dict[str, str]) -> None:

@@ -138,11 +138,15 @@ class Session(Tenure):
         if self.phase is Phase.FOLLOWING:
             self._still(identity)
             return
-        self._identity, self._identity_read = identity, True
-        if self.phase is not Phase.SUSPECT or self.rank.replay:
+        if self.phase is not Phase.SUSPECT:
+            # an engine publishes before its server listens: what it does not tell yet, it may before the first batch
+            self._identity, self._identity_read = identity, identity is not None or bool(self._live)
+            if not self._identity_read:
+                self._back_off()
             return
+        self._identity, self._identity_read = identity, True
         same = judge(self._log.known(), Process(identity))
-        if same is None:
+        if same is None and self._log.process is not None:
             self._identity_read = False
             self._back_off()
         elif same:

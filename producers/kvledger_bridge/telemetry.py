@@ -21,6 +21,7 @@ tokens, salts or multimodal ids.
     rank_unreachable        warning  nothing connects to the data address: correct it, or start the engine
     rank_never_heard        warning  connected, but nothing was ever published: is --kv-events-config set?
     rank_heard_by_replay    warning  live batches do not arrive, replay has them: correct data address or topic
+    rank_process_unread     warning  the metrics page does not tell the engine's start: correct it, or leave it out
     rank_ledger_failed      error    a defect of ours: report it; the rank goes on in a partial life
     batch_unreadable        warning  the engine speaks something new: see ``reason`` and upgrade kvledger
     data_address_failed     warning  the data address cannot be bound yet: is another bridge on this host?
@@ -64,6 +65,7 @@ Code = Literal[
     "rank_unreachable",
     "rank_never_heard",
     "rank_heard_by_replay",
+    "rank_process_unread",
     "rank_ledger_failed",
     "batch_unreadable",
     "data_address_failed",
@@ -179,6 +181,10 @@ class Telemetry:
             "heard_by_replay": "rank_heard_by_replay",
         }
         self._say("warning", codes[code], rank=rank, data=address)
+
+    def process_unread(self, rank: str, metrics: str) -> None:
+        """Which process the engine is could not be read: nothing proves that it is the same one."""
+        self._rarely("warning", "rank_process_unread", rank, rank=rank, metrics=metrics)
 
     def unreadable(self, rank: str, *, seq: int, reason: str, size: int, digest: bytes) -> None:
         """A batch, or an event of it, could not be read."""

@@ -159,6 +159,10 @@ class LogReader:
         self._consumer.close()
 
 
+PAGE = "http://engine/metrics"
+"""What an identity that a test makes up is asked about."""
+
+
 class Setup:
     """Engines by rank, and bridges that follow all of them; everything is closed at the end."""
 
@@ -179,9 +183,9 @@ class Setup:
         self.entries[replica, rank] = entry
         return engine
 
-    def ranks(self) -> list[RankConfig]:
+    def ranks(self, metrics: str | None = None) -> list[RankConfig]:
         return [
-            RankConfig(*who, self.entries[who], Endpoints(engine.data, engine.replay))
+            RankConfig(*who, self.entries[who], Endpoints(engine.data, engine.replay), metrics)
             for who, engine in self.engines.items()
         ]
 
@@ -192,7 +196,11 @@ class Setup:
         self, *, identity: Identity | None = None, ranks: list[RankConfig] | None = None, **options: Any
     ) -> Bridge:
         stream = io.StringIO()
-        bridge = Bridge(self.settings(**options), ranks or self.ranks(), telemetry=Telemetry(stream), identity=identity)
+        told: dict[str, Any] = {"telemetry": Telemetry(stream)}
+        if identity is None:
+            bridge = Bridge(self.settings(**options), ranks or self.ranks(), **told)
+        else:
+            bridge = Bridge(self.settings(**options), ranks or self.ranks(PAGE), identity=identity, **told)
         self.logs[bridge.name] = stream
         self._bridges.append(bridge)
         return bridge.start()

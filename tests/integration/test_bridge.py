@@ -15,6 +15,7 @@ import pytest
 import yaml
 from bridgeworld import Setup, play, recording, rewritten, status, truth
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from metricspage import START, Page
 from proxy import Proxy
 
 from kvledger_bridge.errors import Refused, Unavailable
@@ -274,24 +275,19 @@ def test_the_same_process_keeps_the_life_of_a_rank_without_replay(setup: Setup, 
     """Batches 0..19 | flap | 20..: the identity is read again after the connection came back, and is the same."""
     entry, batches = recording("llama_s11")
     engine = setup.engine(entry, replay=None)
-    asked: list[str] = []
+    with Page() as page:
+        bridge = setup.bridge(ranks=setup.ranks(page.url))
+        assert engine.wait_subscribers()
+        play(engine, batches[:20])
+        eventually(lambda: status(bridge).last == 19)
+        engine.flap()
+        eventually(lambda: status(bridge).counts.suspended == 1)
+        assert engine.wait_subscribers()
+        play(engine, batches[20:])
+        rank = setup.reader().until("r/0", batches[-1].seq)
 
-    def identity(config: Any) -> str:
-        asked.append(config.replica)
-        return "container-7"
-
-    bridge = setup.bridge(identity=identity)
-    assert engine.wait_subscribers()
-    play(engine, batches[:20])
-    eventually(lambda: status(bridge).last == 19)
-    engine.flap()
-    eventually(lambda: status(bridge).counts.suspended == 1)
-    assert engine.wait_subscribers()
-    play(engine, batches[20:])
-    rank = setup.reader().until("r/0", batches[-1].seq)
-
-    assert asked == ["r", "r"]
-    assert rank.of(Opened)[0].process == "container-7"
+    assert len(page.asked) == 2
+    assert rank.of(Opened)[0].process == START
     assert [resumed.how for resumed in rank.of(Resumed)] == ["process"]
     assert rank.blocks == truth(entry, batches)
 

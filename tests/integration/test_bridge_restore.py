@@ -243,7 +243,7 @@ def test_a_bridge_takes_a_rank_back_whose_new_owner_fell_silent(setup: Setup, ev
 def test_an_idle_engine_without_replay_is_alive_while_its_process_is_the_same(setup: Setup, eventually: Any) -> None:
     entry, batches = recording("llama_s11")
     engine = setup.engine(entry, replay=None)
-    bridge = setup.bridge(identity=lambda _config: "container-7", alive_seconds=0.2)
+    bridge = setup.bridge(identity=lambda _page: "container-7", alive_seconds=0.2)
     assert engine.wait_subscribers()
     play(engine, batches[:3])
     eventually(lambda: status(bridge).last == 2)

@@ -38,6 +38,7 @@ replicas:
     model: gemma-3
     data: tcp://10.0.0.7:5558
     topic: kv@
+    metrics: http://10.0.0.7:8001/metrics
   - {id: "fd00::12", model: old, data: "tcp://[fd00::12]:5557"}
   - {id: pod-b, model: llama, data: "tcp://*:6000", mode: bind, replay: "tcp://pod-b.svc:6001"}
   - {id: pod-c, model: llama, data: "ipc:///run/kv", replay: null}
@@ -74,12 +75,14 @@ def test_every_field_arrives(tmp_path: Path) -> None:
         ModelEntry(model="old", groups=(GroupSpec(None, "full_attention"),)),
     )
 
-    assert read(tmp_path) == [
-        ("pod-a", 0, llama, Endpoints("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5657")),
-        ("pod-a", 1, gemma, Endpoints("tcp://10.0.0.7:5558", None, "connect", "kv@")),
-        ("fd00::12", 0, old, Endpoints("tcp://[fd00::12]:5557")),
-        ("pod-b", 0, llama, Endpoints("tcp://*:6000", "tcp://pod-b.svc:6001", "bind")),
-        ("pod-c", 0, llama, Endpoints("ipc:///run/kv")),
+    page = "http://10.0.0.7:8001/metrics"
+
+    assert [tuple(each) for each in read(tmp_path)] == [
+        ("pod-a", 0, llama, Endpoints("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5657"), None),
+        ("pod-a", 1, gemma, Endpoints("tcp://10.0.0.7:5558", None, "connect", "kv@"), page),
+        ("fd00::12", 0, old, Endpoints("tcp://[fd00::12]:5557"), None),
+        ("pod-b", 0, llama, Endpoints("tcp://*:6000", "tcp://pod-b.svc:6001", "bind"), None),
+        ("pod-c", 0, llama, Endpoints("ipc:///run/kv"), None),
     ]
 
 
@@ -120,6 +123,12 @@ def test_models_are_known_by_name_and_alias(tmp_path: Path) -> None:
             "replicas.yaml:9: data tcp://10.0.0.7:5657 is already",
         ),
         ("tcp://10.0.0.7:5558", "tcp://10.0.0.7:5557", "leave at least as many ports between them"),
+        ("metrics: http:", "metrics: ftp:", "replicas.yaml:11: metrics names no page; write http://HOST:PORT/metrics"),
+        ("http://10.0.0.7:8001/metrics", "10.0.0.7:8001/metrics", "replicas.yaml:11: metrics names no page"),
+        ("http://10.0.0.7", "http://me:secret@10.0.0.7", "without user or password"),
+        ("http://10.0.0.7:8001/metrics", "http://10.0.0.7:8001", "replicas.yaml:11: metrics names no page"),
+        ("http://10.0.0.7", "http://0.0.0.0", "replicas.yaml:11: metrics names no page"),
+        ("7:8001", "7:80010", "replicas.yaml:11: port 80010 of metrics is outside 1..65535"),
         ("replicas:\n", "replica:\n", "must be a mapping with the key 'replicas:'"),
         ("replicas:\n", "version: 1\nreplicas:\n", "replicas.yaml:1: unknown key 'version'"),
         ("    topic: kv@", "    topic: kv@\n    topic: b", "replicas.yaml:11: the key 'topic' stands twice"),

@@ -174,20 +174,37 @@ def test_an_identity_that_cannot_be_read_is_asked_again_and_meanwhile_suspended(
     assert desk.reader.status == "exact"
 
 
-def test_a_life_may_open_without_an_identity_but_cannot_be_proven_later() -> None:
+@pytest.mark.parametrize("later", ["p1", None])
+def test_a_life_may_open_without_an_identity_but_cannot_be_proven_later(later: str | None) -> None:
     engine = Engine()
     desk = start(engine, process=True, identity=None)
     desk.session.live(*engine.step("+a"))
+    desk.turn(0.2)
+    desk.session.identified(None)
     desk.turn()
     assert desk.reader.status == "exact"
     desk.session.disconnected()
     desk.session.connected()
     desk.turn()
-    desk.session.identified("p1")
+    desk.session.identified(later)
     desk.turn()
 
     assert desk.session.phase is Phase.OPENING
     assert desk.reader.status == "suspended"
+
+
+def test_a_server_that_listens_after_its_engine_published_is_asked_until_it_tells() -> None:
+    """Connected: None | None | p1 | batch 0   the life has the identity, so a later disconnect does not end it."""
+    engine = Engine()
+    desk = start(engine, process=True, identity=None)
+    for told in (None, "p1"):
+        desk.turn(2.5)
+        assert desk.did(AskProcess) == 1
+        desk.session.identified(told)
+    desk.session.live(*engine.step("+a"))
+    desk.turn()
+
+    assert desk.reader.of(Opened)[0].process == "p1"
 
 
 def test_an_idle_rank_is_not_called_complete() -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from kvledger_index.units import Outcome, Scrubbed, ScrubBudget, Step, Stored
-from kvledger_index.views import Catalogue, Claimed, Reading
+from kvledger_index.views import Catalogue, Claimed, PartitionView, Reading
 
 
 class IndexWriter(Protocol):
@@ -53,6 +53,9 @@ class IndexReader(Protocol):
 
     async def models(self) -> list[str]:
         """Names of the models that have a catalogue, sorted."""
+
+    async def partitions(self) -> dict[int, PartitionView]:
+        """Progress of every partition that a worker ever placed; right after a loss not all are there yet."""
 
     async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         """Holders of a prompt's keys. One round trip, a second one where the prompt leaves a row's path, or where

@@ -52,6 +52,10 @@ class _Partition(NamedTuple):
     log_ms: int = -1
     log_at_ms: int = 0
 
+    def view(self) -> PartitionView:
+        """What a reader needs of it."""
+        return PartitionView(self.progress.restart, self.progress.read, self.progress.target, self.alive_ms)
+
 
 class _Rank(NamedTuple):
     stamp: Stamp
@@ -271,6 +275,10 @@ class MemoryIndex:
             ranks[name] = RankView(card, self._store.ranks[card.partition][name].slots)
         return Catalogue(self._store.versions.get(model, b""), ranks)
 
+    async def partitions(self) -> dict[int, PartitionView]:
+        """Progress of every partition that was ever placed."""
+        return {number: stored.view() for number, stored in self._store.partitions.items()}
+
     async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         """Holders of a prompt's keys and of engine hashes, all from one moment. O((keys + hashes) x holders)."""
         check_keys(keys)
@@ -282,10 +290,7 @@ class MemoryIndex:
             stored = self._store.partitions.get(view.card.partition)
             if stored is None:
                 continue
-            progress = stored.progress
-            partitions[view.card.partition] = PartitionView(
-                progress.restart, progress.read, progress.target, stored.alive_ms
-            )
+            partitions[view.card.partition] = stored.view()
             if name in now:
                 broker_ms, moving = now[name]
                 pulses[name] = Pulse(moving, stored.log_at_ms - max(0, stored.log_ms - broker_ms))

@@ -20,7 +20,7 @@ from kvledger_index.model import GROUP_NONE_LANE, MEDIA
 from kvledger_index.rows import NO_ROW, Holders, RowView, merge, parse_row, parse_side, split_row
 from kvledger_index.server import address_of, connect, failures
 from kvledger_index.values import PartitionValue, decode_card, decode_now, decode_partition, pack_keys
-from kvledger_index.views import Catalogue, Claimed, Pulse, RankView, Reading, Segment
+from kvledger_index.views import Catalogue, Claimed, PartitionView, Pulse, RankView, Reading, Segment
 
 DEADLINE_SECONDS_DEFAULT = 1.0
 """Per reply. A router sets its own deadline around a call; this one only bounds a call without."""
@@ -94,6 +94,13 @@ class RedisReader:
                 continue
             ranks[name.decode()] = RankView(card, slots)
         return Catalogue(version, ranks)
+
+    async def partitions(self) -> dict[int, PartitionView]:
+        """Progress of every partition that was ever placed. One that cannot be read is left out and counted."""
+        fields: dict[bytes, bytes] = await self._call("HGETALL", self._keyspace.partitions)
+        stored, corrupt = _partitions([int(name) for name in fields], list(fields.values()))
+        self.corrupt += corrupt
+        return {number: value.view() for number, value in stored.items()}
 
     async def read(self, catalogue: Catalogue, model: str, keys: Sequence[int], hashes: Sequence[int] = ()) -> Reading:
         """Holders of a prompt's keys and of engine hashes: one round trip, a second one where the prompt leaves a row

@@ -325,8 +325,15 @@ class Index:
                 yield seat, facts, question
 
     def _nobody(self, roster: Roster) -> str:
-        """What to say where the index knows no rank of the model: a mistyped name looks like an empty fleet."""
-        return "" if roster.seats else f"no rank of model {self.model!r} is in the index: is that its logical name?"
+        """What to say where the index knows no rank of the model: a mistyped name, an empty fleet and an index that is
+        being rebuilt look the same.
+        """
+        if roster.seats:
+            return ""
+        return (
+            f"no rank of model {self.model!r} is in the index: is that its logical name? "
+            "An index that is being rebuilt does not know it yet"
+        )
 
     def _no_opinion(self, prompt: Prompt, asked: frozenset[str] | None, why: str) -> Match:
         """Every rank asked for, as far as it was ever seen, as unknown."""

@@ -66,6 +66,7 @@ class Frozen:
         self.aclose = reader.aclose
         self.dump = reader.dump
         self.models = reader.models
+        self.partitions = reader.partitions
         self._reader = reader
         self._kept: Reading | None = None
 

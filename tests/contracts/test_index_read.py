@@ -49,6 +49,14 @@ async def test_models_are_listed_by_name(pair: Pair, fold: Fold) -> None:
     assert await pair.reader.models() == ["z/model:1", "ä model"]
 
 
+async def test_the_progress_of_every_placed_partition_is_there_with_or_without_ranks(pair: Pair) -> None:
+    assert await pair.reader.partitions() == {}
+    await pair.writer.seek(2, "topic", 5, 9, drop=True)
+    await pair.writer.seek(0, "topic", 3, 3, drop=True)
+
+    assert await pair.reader.partitions() == {2: PartitionView(5, 5, 9, 0), 0: PartitionView(3, 3, 3, 0)}
+
+
 async def test_a_card_is_stored_as_it_is_and_gives_the_catalogue_the_step_s_nonce(pair: Pair, fold: Fold) -> None:
     full = card(
         loaded=False,

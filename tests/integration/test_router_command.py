@@ -123,13 +123,48 @@ def test_an_unknown_model_names_those_that_are_known(index: None, match: Match) 
     assert (code, out) == (2, "")
     assert "'gemma-4' is not in the index" in err
     assert f"it knows {MODEL}" in err
+    assert "emptied a moment ago" in err
+
+
+def test_a_model_that_an_index_behind_its_log_does_not_know_may_come(
+    index: None, match: Match, redis_url: str, namespace: str
+) -> None:
+    """A partition behind its target, and two below it that nobody has placed yet: try again, which is exit code 1."""
+
+    async def place() -> None:
+        async with RedisWriter.from_url(redis_url, namespace=namespace) as writer:
+            await writer.seek(3, "topic", 0, 7, drop=True)
+
+    asyncio.run(place())
+    code, out, err = match("--model", "gemma-4")
+
+    assert (code, out) == (1, "")
+    assert "or not yet: 3 of its 4 partitions are behind the log's end" in err
+    assert f"it knows {MODEL}" in err
+
+
+def test_a_hit_that_is_only_stale_is_not_called_no_hit(
+    index: None, match: Match, redis_url: str, namespace: str
+) -> None:
+    async def fall_behind() -> None:
+        async with RedisWriter.from_url(redis_url, namespace=namespace) as writer:
+            await writer.seek(0, "topic", 1, 1_000, drop=False)
+
+    before, other = match(tokens="[1, 2]")[1], match()[1]
+    asyncio.run(fall_behind())
+    after = match()[1]
+
+    assert "nobody is known to hold any of it" in before
+    assert "best: pod-a/0" in other
+    assert "nobody that can be trusted is known to hold any of it" in after
+    assert after.splitlines()[2].split()[:5] == ["pod-a", "0", "80", "0", "stale"]
 
 
 def test_an_empty_index_says_what_is_missing(match: Match) -> None:
     code, _, err = match()
 
     assert code == 2
-    assert "holds no model yet" in err
+    assert "holds nothing yet" in err
     assert "bridge" in err
 
 

@@ -11,7 +11,7 @@ from router_fleet import MODEL, PROMPT, Fleet, World, new_world, only
 
 from kvledger_index.errors import Unavailable
 from kvledger_index.memory import MemoryIndex
-from kvledger_index.views import Catalogue, Claimed, Reading
+from kvledger_index.views import Catalogue, Claimed, PartitionView, Reading
 from kvledger_router import Breaker, Index
 from kvledger_router.client import CATALOGUE_TRIES_MAX, LATE_MAX
 
@@ -38,6 +38,9 @@ class Wrapped:
 
     async def models(self) -> list[str]:
         return await self.inner.models()
+
+    async def partitions(self) -> dict[int, PartitionView]:
+        return await self.inner.partitions()
 
     async def catalogue(self, model: str) -> Catalogue:
         await self._fault()

@@ -175,6 +175,8 @@ async def test_an_unknown_model_has_no_holders_but_an_opinion(world: World) -> N
     assert match.opinion
     assert len(match) == 0
     assert match.best() is None
+    assert "logical name" in match.reason
+    assert "being rebuilt does not know it yet" in match.reason
 
 
 async def test_a_replica_asked_for_but_never_seen_is_unknown(world: World) -> None:

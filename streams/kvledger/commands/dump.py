@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from kvledger.absent import absent
 from kvledger.errors import BadInput
 from kvledger_index.keyspace import NAMESPACE_DEFAULT
 from kvledger_index.reader import RedisReader
@@ -18,14 +19,14 @@ from kvledger_index.views import Claimed
 TIMEOUT_SECONDS: Final = 10.0
 """Per reply; a reply holds at most the rows of one SCAN."""
 
-NAMES_SHOWN_MAX: Final = 20
 HEADINGS: Final = ("REPLICA", "RANK", "GROUP", "MEDIUM", "BLOCK KEY")
 
 EPILOG: Final = (
     "GROUP is the engine's KV-cache group, 'none' (JSON: null) for events without one; BLOCK KEY is the 8-byte name of "
-    "the prefix that ends there, in hex. What is claimed while the ranks' status says stale or suspended is listed as "
-    "well: 'kvledger match' says what can be trusted. Walks the whole index: not for every second on a busy Redis. "
-    "Exit code 0, also where nothing is claimed; 2 for a model or replica that the index does not know."
+    "the prefix that ends there, in hex, or the low 8 bytes of the engine's own hash for a block without a block key. "
+    "What is claimed by ranks that are stale, suspended or gone is listed as well: 'kvledger match' says what can be "
+    "trusted. Walks the whole index: not for every second on a busy Redis. Exit code 0, also where nothing is claimed; "
+    "2 for a model or replica that the index does not know, 1 where it is seen to be rebuilt and may not know it yet."
 )
 
 
@@ -75,24 +76,19 @@ async def _collect(url: str, namespace: str, model: str | None, replica: str | N
 
 
 async def _check_names(reader: RedisReader, namespace: str, model: str | None, replica: str | None) -> None:
-    """Raise BadInput, with the names that would do, for a model or replica that the index does not know."""
-    where = f"the index at {reader.address}, namespace {namespace}"
+    """Raise BadInput or Unavailable, with the names that would do, for a name that the index does not know."""
     models = await reader.models()
     if not models and model is None and replica is None:
+        where = f"the index at {reader.address}, namespace {namespace}"
         sys.stderr.write(f"kvledger: {where}, is empty; do a bridge and a stream worker run for it?\n")
     if model is not None and model not in models:
-        raise BadInput(f"model {model!r} is not in {where}; {_known(models)}")
+        raise await absent(reader, namespace, f"model {model!r}", models)
     if replica is not None:
         replicas: set[str] = set()
         for each in models if model is None else [model]:
             replicas |= {rank.rpartition("/")[0] for rank in (await reader.catalogue(each)).ranks}
         if replica not in replicas:
-            raise BadInput(f"replica {replica!r} is not in {where}; {_known(sorted(replicas))}")
-
-
-def _known(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN_MAX} more" if len(names) > NAMES_SHOWN_MAX else ""
-    return f"it knows {', '.join(names[:NAMES_SHOWN_MAX])}{more}" if names else "it knows none"
+            raise await absent(reader, namespace, f"replica {replica!r}", sorted(replicas))
 
 
 def _is_of(claim: Claimed, replica: str | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvledger.absent import absent
 from kvledger.errors import EXIT_SERVICE, BadInput
 from kvledger_index.keyspace import NAMESPACE_DEFAULT
 from kvledger_index.reader import RedisReader
@@ -20,15 +21,13 @@ from kvledger_router import Explanation, Holder, Index, Match, Media, RankReport
 DEADLINE_SECONDS_DEFAULT: Final = 1.0
 """People wait longer than requests: a router's default is 20 ms."""
 
-MODELS_SHOWN_MAX: Final = 20
-
 HEADINGS: Final = ("REPLICA", "RANK", "HIT", "EXTENDED", "STATUS", "AS OF", "AGE", "REASON")
 
 EPILOG: Final = (
     "HIT is what the engine would reuse on GPU, EXTENDED what lower tiers continue behind it. STATUS: exact = the "
     "engine's own number right after its batch AS OF; at_least = never over; uncertain and stale may be over; unknown "
-    "says nothing. Exit code 0 with an answer, 1 where the index gave none in time, 2 for wrong input, also for a "
-    "model that the index does not know."
+    "says nothing. Exit code 0 with an answer, 1 where the index gave none in time or is seen to be rebuilt and does "
+    "not know the model yet, 2 for wrong input, also for a model that the index does not know."
 )
 
 
@@ -102,15 +101,10 @@ async def _ask(
 
 
 async def _check_model(reader: RedisReader, model: str, namespace: str) -> None:
-    """Raise BadInput, with the names that would do, where the index does not know a model."""
+    """Raise BadInput or Unavailable, with the names that would do, where the index does not know a model."""
     known = await reader.models()
-    if model in known:
-        return
-    where = f"the index at {reader.address}, namespace {namespace}"
-    if not known:
-        raise BadInput(f"model {model!r}: {where}, holds no model yet; do a bridge and a stream worker run for it?")
-    more = f" and {len(known) - MODELS_SHOWN_MAX} more" if len(known) > MODELS_SHOWN_MAX else ""
-    raise BadInput(f"model {model!r} is not in {where}; it knows {', '.join(known[:MODELS_SHOWN_MAX])}{more}")
+    if model not in known:
+        raise await absent(reader, namespace, f"model {model!r}", known)
 
 
 def read_tokens(name: str) -> list[int]:
@@ -197,7 +191,8 @@ def _headline(match: Match) -> str:
         return f"{prompt}; no opinion: {match.reason}"
     best = match.best()
     if best is None:
-        return f"{prompt}; nobody is known to hold any of it"
+        doubted = "" if match.best(include_uncertain=True) is None else "that can be trusted "
+        return f"{prompt}; nobody {doubted}is known to hold any of it"
     return f"{prompt}; best: {best.replica}/{best.rank} with {best.hit_tokens} ({best.status})"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,9 +12,12 @@ import pytest
 import kvledger_bridge.settings as bridge
 import kvledger_streams.settings as streams
 from kvledger.cli import COMMANDS
+from kvledger_bridge.telemetry import Code as BridgeCode
+from kvledger_streams.telemetry import Code as WorkerCode
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
 FAILURES = (ROOT / "docs/failures.md").read_text()
 FAILURE_KINDS = {
     "ENG": "01 02 03 04 05 06 07 08 10 11 13 14 15 16 18 20",
@@ -53,6 +56,23 @@ def test_the_document_names_no_setting_that_does_not_exist() -> None:
     known = {m.variable_of(f.name) for m in (bridge, streams) for f in msgspec.structs.fields(m.Settings)}
 
     assert set(re.findall(r"^\| `(KVLEDGER_\w+)` \|", CONFIGURATION, re.MULTILINE)) == known
+
+
+def listed(page: str, section: str) -> list[str]:
+    """Event codes that have a row with a text in a section of the operator's page, in its order."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^\| `(\w+)` \| (?:info|warning|error) \| \S.* \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("section", "codes"), [("Bridge", BridgeCode), ("Stream worker", WorkerCode)])
+def test_every_event_of_the_logs_stands_on_the_operators_page(section: str, codes: Any) -> None:
+    assert listed(OPERATIONS, section) == list(get_args(codes))
+
+
+def test_an_event_that_is_not_on_the_operators_page_is_noticed() -> None:
+    gone = re.sub(r"^\| `rank_gap` .*\n", "", OPERATIONS, flags=re.MULTILINE)
+
+    assert set(listed(OPERATIONS, "Bridge")) - set(listed(gone, "Bridge")) == {"rank_gap"}
 
 
 def test_every_command_stands_in_the_readme() -> None:

@@ -52,6 +52,7 @@ from kvledger_bridge.publish import Publisher
 from kvledger_bridge.restorer import Restorer
 from kvledger_bridge.schedule import Schedule
 from kvledger_bridge.settings import Settings, checked
+from kvledger_bridge.silence import Silence
 from kvledger_bridge.sockets import Link, Sockets
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_wire.accept import NO_LIFE
@@ -84,9 +85,6 @@ STALLED_SECONDS = 0.02
 CHECKPOINT_LOOK_SECONDS = 0.5
 """How often it is looked at whose checkpoint is due."""
 
-LATE_BATCHES = 3
-"""Batches that only replay brought, and none live: then the live address or topic is wrong."""
-
 IDENTITY_THREADS = 4
 
 Identity = Callable[[str], str | None]
@@ -108,15 +106,14 @@ class RankStatus(NamedTuple):
 class _Seat:
     """One rank at the table: its session, its sockets and what is remembered for the log."""
 
-    def __init__(self, config: RankConfig, session: Session, link: Link, schedule: Schedule, now: float) -> None:
+    def __init__(self, config: RankConfig, session: Session, link: Link, schedule: Schedule, silence: Silence) -> None:
         self.config = config
         self.session = session
         self.link = link
         self.schedule = schedule
         self.who = (config.replica, config.rank)
         self.name = rank_id(*self.who)
-        self.since = now
-        self.told_silent = False
+        self.silence = silence
         self.reading: Future[str | None] | None = None
 
 
@@ -254,7 +251,8 @@ class Bridge:
                 version=_version(),
                 limits=self.settings.limits,
             )
-            seat = _Seat(config, session, sockets.link(config.endpoints), Schedule(rates), now)
+            silence = Silence(now, self.settings.silent_seconds)
+            seat = _Seat(config, session, sockets.link(config.endpoints), Schedule(rates), silence)
             self._seats.append(seat)
             self._by_who[seat.who] = seat
 
@@ -469,20 +467,19 @@ class Bridge:
                 pass
 
     def _watch_silence(self, now: float) -> None:
-        """Tell, once, of a rank that was expected and is not heard: it is unknown to routers, not empty."""
+        """Tell of a rank that was expected and is not heard: it is unknown to routers, not empty."""
         for seat in self._seats:
-            counts = seat.session.counts
-            if seat.told_silent or counts.live or now - seat.since < self.settings.silent_seconds:
-                continue
-            if seat.session.attached and not counts.replayed and seat.session.last < 0:
-                self.telemetry.silent(seat.name, "never_heard", seat.config.endpoints.data)
-            elif not seat.session.attached and seat.session.phase is not Phase.CLOSED:
-                self.telemetry.silent(seat.name, "unreachable", seat.config.endpoints.data)
-            elif counts.late >= LATE_BATCHES:
-                self.telemetry.silent(seat.name, "heard_by_replay", seat.config.endpoints.data)
-            else:
-                continue
-            seat.told_silent = True
+            session, counts = seat.session, seat.session.counts
+            trouble = seat.silence.look(
+                now,
+                owned=session.phase is not Phase.CLOSED,
+                attached=session.attached,
+                heard=counts.live + counts.replayed > 0 or session.last >= 0,
+                live=counts.live,
+                late=counts.late,
+            )
+            if trouble is not None:
+                self.telemetry.silent(seat.name, trouble, seat.config.endpoints.data)
 
     def _report(self, now: float, publisher: Publisher) -> None:
         if now - self._reported_at < self.settings.report_seconds:

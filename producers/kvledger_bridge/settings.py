@@ -89,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dead_letter_raw: bool = False
     """Keep the bytes of unreadable batches on the dead-letter topic. They hold prompts: opt in knowingly."""
     silent_seconds: float = 30.0
-    """After so long without a batch a rank is named in the log, with what seems to be wrong."""
+    """A rank whose engine is away for so long, or that was never heard, is named in the log with what seems wrong."""
     report_seconds: float = 10.0
     """Between two canonical log lines."""
     stop_seconds: float = 10.0

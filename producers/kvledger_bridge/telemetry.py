@@ -18,7 +18,7 @@ tokens, salts or multimodal ids.
     rank_superseded         warning  nothing in a rolling update; else two bridges have this rank: keep one
     rank_claims_went_back   error    the replicas topic was re-created: re-create the event topic too, then restart
     rank_seam_mismatch      warning  data and replay address reach different engines, or one restarted just then
-    rank_unreachable        warning  nothing connects to the data address: correct it, or start the engine
+    rank_unreachable        warning  no engine at the data address, or not any more: correct it, or start the engine
     rank_never_heard        warning  connected, but nothing was ever published: is --kv-events-config set?
     rank_heard_by_replay    warning  live batches do not arrive, replay has them: correct data address or topic
     rank_process_unread     warning  the metrics page does not tell the engine's start: correct it, or leave it out
@@ -47,6 +47,8 @@ from typing import Any, Final, Literal, TextIO
 
 import msgspec
 import structlog
+
+from kvledger_bridge.silence import Trouble
 
 Code = Literal[
     "bridge_started",
@@ -173,9 +175,9 @@ class Telemetry:
         level, name = known[code]
         self._rarely(level, name, rank, rank=rank, why=text)
 
-    def silent(self, rank: str, code: Literal["unreachable", "never_heard", "heard_by_replay"], address: str) -> None:
-        """A rank from which no live batch came for long."""
-        codes: dict[str, Code] = {
+    def silent(self, rank: str, code: Trouble, address: str) -> None:
+        """A rank that is not heard."""
+        codes: dict[Trouble, Code] = {
             "unreachable": "rank_unreachable",
             "never_heard": "rank_never_heard",
             "heard_by_replay": "rank_heard_by_replay",

@@ -317,6 +317,24 @@ def test_ranks_that_are_not_heard_are_named(setup: Setup, eventually: Any) -> No
     }
 
 
+def test_an_engine_that_was_heard_and_dies_is_named(setup: Setup, eventually: Any) -> None:
+    entry, batches = recording("llama_s11")
+    engine = setup.engine(entry)
+    bridge = setup.bridge(silent_seconds=1.0, idle_probe_seconds=0.1)
+    assert engine.wait_subscribers()
+
+    def heard_live() -> int:
+        if status(bridge).last == engine.head < len(batches) - 1:  # the first ones may come by replay
+            play(engine, batches[engine.head + 1 : engine.head + 2])
+        return status(bridge).counts.live
+
+    eventually(heard_live)
+    engine.stop()
+    eventually(lambda: setup.lines(bridge, "rank_unreachable"))
+
+    assert [line["data"] for line in setup.lines(bridge, "rank_unreachable")] == [engine.data]
+
+
 def test_missing_topics_are_refused_with_the_command_that_makes_them(kafka: str, topic_prefix: str) -> None:
     with Setup(kafka, topic_prefix) as setup, pytest.raises(Refused, match="kvledger admin topics --topic-prefix"):
         setup.bridge()

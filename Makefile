@@ -38,7 +38,7 @@ model: setup ## play random schedules of all faults through the model of the pro
 live: setup ## predict a real vLLM on this CPU, request by request (6 GB; FAMILIES="llama" REQUESTS=40 VLLM=0.32.0)
 	@$(VENV)/python -m kvledger.live --families "$(FAMILIES)" --requests $(REQUESTS) --vllm $(VLLM) --seed $(SEED) --verify
 
-soak: setup ## use 4 replicas and break everything else by a seed; engines, log and index must agree (MINUTES=20 SEED=1 CANARY=1)
+soak: setup ## use 4 replicas and break everything else by a seed; engines, log and index must agree (MINUTES=20 SEED=1; with CANARY=1 it must fail)
 	@PYTHONPATH=tests/faults:tests/integration:tests/soak $(VENV)/python tests/soak/soaking.py $(MINUTES) $(SEED) $(CANARY)
 
 outage: setup ## each fault of a server by itself, Kafka away for SECONDS=300: time until all is live again

@@ -141,7 +141,8 @@ def follow(command: "list[str]", total: int) -> None:
                 say(f"{seen} of about {total} packages")
             elif line.startswith("Installing collected packages"):
                 sys.stdout.write(wipe)
-                say(f"installing {line.count(',') + 1} packages")
+                count = line.count(",") + 1
+                say(f"installing {count} package{'s' if count > 1 else ''}")
     sys.stdout.write(wipe)
     if child.returncode != 0:
         raise subprocess.CalledProcessError(child.returncode, command)

@@ -45,6 +45,18 @@ COMMANDS: Final[dict[str, Command]] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what it does not know with its own usage; argparse leaves that to the parser above it, down to the first."""
+
+    def parse_known_args(  # type: ignore[override]  # one of several overloads: argparse itself calls it with both
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; an error of ours becomes its text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -81,7 +93,7 @@ def _run(arguments: list[str], name: str) -> int:
 
 def _parse(arguments: list[str], name: str) -> tuple[argparse.Namespace, ModuleType | None]:
     """Build the parser, importing the named command only; prints the help where none is named."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvledger",
         description="A durable, replayable ledger of vLLM's KV-cache blocks, and the prefix index that routers read.",
         epilog=f"'kvledger COMMAND --help' tells more. {DEBUG}=1 shows tracebacks.",

@@ -15,6 +15,10 @@ SHARED = frozenset({"kafka", "redis", "topic_prefix", "namespace", "group", "par
 """Settings that other commands know by the same name: ``KVLEDGER_KAFKA``. The others are ``KVLEDGER_STREAMS_…``."""
 
 
+FRESH_SECONDS = 3.0
+"""What routers call fresh by default (DESIGN §8)."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be set. ``kafka`` and ``redis`` have no default: a worker on the wrong ones looks healthy."""
 
@@ -117,6 +121,12 @@ def _check(settings: Settings) -> None:
         raise BadSettings(msg)
     if settings.scrub_budget_seconds > SCRUB_SECONDS_MAX:
         msg = f"scrub_budget_seconds is {settings.scrub_budget_seconds} > {SCRUB_SECONDS_MAX}: routers wait for Redis"
+        raise BadSettings(msg)
+    if settings.alive_seconds > FRESH_SECONDS:
+        msg = (
+            f"alive_seconds {settings.alive_seconds} > {FRESH_SECONDS}: "
+            "routers would call idle partitions stale between two stamps"
+        )
         raise BadSettings(msg)
     relations = (
         ("scrub_budget_seconds", "scrub_seconds", "Redis has other work"),

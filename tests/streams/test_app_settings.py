@@ -30,6 +30,7 @@ def test_an_address_that_nobody_gave_is_asked_for_by_flag_and_variable(missing: 
     [
         ("KVLEDGER_STREAMS_ALIVE_SECONDS", "soon", "alive_seconds"),
         ("KVLEDGER_STREAMS_ALIVE_SECONDS", "0", "alive_seconds is 0"),
+        ("KVLEDGER_STREAMS_ALIVE_SECONDS", "3.1", "stale between two stamps"),
         ("KVLEDGER_STREAMS_STOP_SECONDS", "nan", "stop_seconds is nan"),
         ("KVLEDGER_PARTITIONS", "-3", "partitions is -3"),
         ("KVLEDGER_STREAMS_RETRY_SECONDS_MIN", "9", "the back-off only grows"),

@@ -45,6 +45,25 @@ def test_a_command_gets_its_arguments_and_returns_its_code(install: Install) -> 
     assert cli.main(["demo", "--number", "3"]) == 7
 
 
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["dump", "--foo"], "usage: kvledger dump "),
+        (["admin", "topics", "--foo"], "usage: kvledger admin topics "),
+        (["--foo"], "usage: kvledger "),
+    ],
+)
+def test_an_unknown_flag_is_told_with_the_usage_of_its_command(
+    words: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    err = capsys.readouterr().err
+
+    assert err.startswith(usage)
+    assert err.endswith("error: unrecognized arguments: --foo\n")
+
+
 def test_help_names_every_command_and_imports_none() -> None:
     code = (
         "import sys; from kvledger.cli import main\n"

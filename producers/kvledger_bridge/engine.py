@@ -41,6 +41,9 @@ from kvledger_bridge.tenure import Tenure
 from kvledger_index.model import ModelEntry
 from kvledger_wire.records import LIVE, REPLAYED
 
+ANOTHER = "the engine restarted, or no longer remembers it"
+"""What a replay that does not show the last batch means: which of the two, nobody can tell."""
+
 
 class Session(Tenure):
     """One rank from claim to close. Not thread-safe; see the module's docstring for the order of calls."""
@@ -252,7 +255,7 @@ class Session(Tenure):
             self._open(-1, b"", partial=False, why=self._why)
         elif ask.frames == 1:
             if not judge(ask.known, First(seq, digest)):
-                self._new_life(f"replay({ask.start}) does not begin with the batch that was covered last")
+                self._new_life(f"replay({ask.start}) does not begin with the batch that was covered last: {ANOTHER}")
                 return
             self._prove("replay")
         self._remember(seq, digest)
@@ -275,7 +278,7 @@ class Session(Tenure):
             if self.phase is Phase.OPENING:
                 self._open(-1, b"", partial=False, why=self._why)
             elif not judge(ask.known, Nothing()):
-                self._new_life(f"replay({ask.start}) does not hold the batch that was covered last")
+                self._new_life(f"replay({ask.start}) does not hold the batch that was covered last: {ANOTHER}")
                 return
             else:
                 self._prove("replay")

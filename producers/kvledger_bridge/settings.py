@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -164,30 +165,34 @@ def checked(settings: Settings) -> Settings:
         settings = msgspec.structs.replace(settings, id=socket.gethostname() or f"pid-{os.getpid()}")
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
-        if field.name != "partitions" and not isinstance(value, bool | str) and not value > 0:
-            msg = f"{field.name} is {value}, must be above 0"
+        if field.name == "partitions" or isinstance(value, bool | str):
+            continue
+        if not (value > 0 and math.isfinite(value)):
+            msg = f"{_named(field.name)} is {value}, must be above 0 and finite"
             raise InvalidConfig(msg)
     if settings.partitions < 0:
-        msg = f"partitions is {settings.partitions}, must be 0 (as the topic has) or its count"
+        msg = f"{_named('partitions')} is {settings.partitions}, must be 0 (as the topic has) or its count"
         raise InvalidConfig(msg)
     if not re.fullmatch(r"[A-Za-z0-9._-]{0,200}", settings.topic_prefix):
-        msg = "topic_prefix may hold letters, digits, '.', '_' and '-' only, as Kafka's topic names do"
+        msg = f"{_named('topic_prefix')} may hold letters, digits, '.', '_' and '-' only, as Kafka's topic names do"
         raise InvalidConfig(msg)
     if settings.lease_seconds < LEASE_WORDS_MIN * settings.restoring_seconds:
         msg = (
-            f"lease_seconds {settings.lease_seconds} < {LEASE_WORDS_MIN} * restoring_seconds "
-            f"{settings.restoring_seconds}: a bridge that is still restoring would be taken for gone"
+            f"{_named('lease_seconds')} is {settings.lease_seconds}, must be at least {LEASE_WORDS_MIN} * "
+            f"{_named('restoring_seconds')} {settings.restoring_seconds}: "
+            "a bridge that is still restoring would be taken for gone"
         )
         raise InvalidConfig(msg)
     if settings.checkpoint_retention_share > CHECKPOINT_SHARE_MAX:
         msg = (
-            f"checkpoint_retention_share {settings.checkpoint_retention_share} > {CHECKPOINT_SHARE_MAX}: "
+            f"{_named('checkpoint_retention_share')} is {settings.checkpoint_retention_share}, "
+            f"must be at most {CHECKPOINT_SHARE_MAX}: "
             "retention could take a checkpoint before the next one is written"
         )
         raise InvalidConfig(msg)
     if settings.idle_probe_seconds > FRESH_SECONDS:
         msg = (
-            f"idle_probe_seconds {settings.idle_probe_seconds} > {FRESH_SECONDS}: "
+            f"{_named('idle_probe_seconds')} is {settings.idle_probe_seconds}, must be at most {FRESH_SECONDS}: "
             "routers would call idle ranks stale between two probes"
         )
         raise InvalidConfig(msg)
@@ -208,6 +213,11 @@ FRESH_SECONDS = 3.0
 def variable_of(name: str) -> str:
     """The environment variable of a setting."""
     return f"KVLEDGER_{'' if name in SHARED else 'BRIDGE_'}{name.upper()}"
+
+
+def _named(name: str) -> str:
+    """A setting as an operator knows it."""
+    return f"{name} ({variable_of(name)})"
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:

@@ -37,6 +37,9 @@ from kvledger_wire.accept import RankState
 from kvledger_wire.partition import RANK_WIDE
 from kvledger_wire.records import SCHEMA, Checkpoint, Claim, EventRecord, Fence, Life, Opened, Pointer, ReplicaRecord
 
+FIRST_CONTACT = "first contact"
+"""Why a bridge claims a rank that it did not have before."""
+
 
 class Tenure:
     """One bridge's right to one rank. ``phase`` moves by the table of ``continuity`` and by nothing else."""
@@ -58,7 +61,7 @@ class Tenure:
         self._limits = limits
         self._bridge = bridge
         self._version = version
-        self._why = "first contact"
+        self._why = FIRST_CONTACT
         self._out: list[Command] = []
         self._log = LifeLog(rank, self._out, self.counts, decode=decode, ledger=ledger, snapshot=snapshot)
         self._awaited: EventRecord | ReplicaRecord | None = None
@@ -82,7 +85,10 @@ class Tenure:
                 self._claimed(offset)
             case Pointer() if self.phase is Phase.POINTING:
                 self._move(Move.POINTED)
-                fence = Fence(SCHEMA, self.owner, self._bridge, self._version, self._why)
+                why = self._why
+                if why == FIRST_CONTACT and self._inherited is not None:
+                    why = f"takes over from owner {self._inherited.owner}"
+                fence = Fence(SCHEMA, self.owner, self._bridge, self._version, why)
                 self._awaited = fence
                 self._out.append(Write(RANK_WIDE, fence))
             case Fence():

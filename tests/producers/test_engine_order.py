@@ -171,6 +171,7 @@ def test_nothing_is_proven_before_the_live_socket_is_back() -> None:
 
     assert desk.reader.of(Resumed) == []
     assert (desk.reader.status, desk.reader.blocks) == ("exact", {"x"})
+    assert desk.reader.of(Opened)[-1].why.endswith("the engine restarted, or no longer remembers it")
 
 
 def test_a_life_that_opens_before_the_live_socket_is_there_is_suspended_until_then() -> None:

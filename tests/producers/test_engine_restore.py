@@ -175,6 +175,8 @@ def test_the_pointer_of_the_highest_owner_below_is_inherited_before_the_fence_an
 
     assert [(p.fence, p.offset) for p in own] == [(opened.fence, opened.offset), (fence, opened.offset)]
     assert second.reader.log[opened.offset][1] == first.reader.of(Opened)[0]
+    whys = [each.why for each in second.reader.of(Fence)]
+    assert whys == ["first contact", f"takes over from owner {first.session.owner}"]
 
 
 def test_restoring_ends_below_the_own_fence() -> None:

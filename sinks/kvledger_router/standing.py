@@ -77,9 +77,9 @@ def standing(
     if pulse is None:
         yield Note("unknown", "nothing was heard of it")
         return
-    yield from _liveness(pulse, partition, time_ms, limits)
-    if card.suspended:
+    if card.suspended:  # says more than the age that follows from it
         yield Note("stale", "suspended: the bridge cannot prove that the engine's cache is the one it followed")
+    yield from _liveness(pulse, partition, time_ms, limits)
     for why in card.uncertain:
         yield Note("uncertain", why)
     if card.full_reports:

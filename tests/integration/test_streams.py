@@ -59,6 +59,7 @@ async def test_a_worker_killed_in_the_middle_is_replaced(world: Installation, ev
     world.act(rnd, 200)
     world.push()
     first = world.worker(KVLEDGER_STREAMS_POLL_RECORDS_MAX="5")
+    first.wait("partition_placed", count=PARTITIONS)  # what it had not begun is rebuilt by whoever comes
     await eventually_async(world.claims)  # in the middle of it
     first.kill()
     world.act(rnd, 200)

@@ -234,6 +234,18 @@ async def test_a_group_without_a_rule_fails_closed(world: World) -> None:
     assert "telepathic_attention" in holder.reason
 
 
+async def test_a_suspended_rank_says_so_however_old_its_picture_is(world: World) -> None:
+    await world.fleet.open("pod-a/0", suspended=True)
+    await world.fleet.open("pod-b/0")
+    world.clock.pass_seconds(4)
+    world.fleet.log_ms += 4000
+    await world.fleet.beat("pod-b/0")
+    holder = (await world.index.match(PROMPT)).of("pod-a")
+
+    assert holder is not None
+    assert holder.reason.startswith("suspended: ")
+
+
 async def test_a_silent_rank_is_stale_then_gone(world: World) -> None:
     """By Redis' clock alone.
 

@@ -306,10 +306,10 @@ class Bridge:
 
     def _take_replicas(self, publisher: Publisher) -> None:
         """Ranks that another bridge claimed, as the higher claim wins; and the pointers that were inherited."""
-        for who, owner in publisher.claims():
+        for who, owner, name in publisher.claims():
             seat = self._by_who.get(who)
             if seat is not None:
-                seat.session.superseded(owner)
+                seat.session.superseded(owner, name)
         for seat in self._seats:
             if seat.session.phase is Phase.POINTING and publisher.read_to >= seat.session.owner:
                 seat.session.pointed(publisher.pointer(seat.who))
@@ -439,7 +439,8 @@ class Bridge:
             case CloseAll():
                 seat.link.close()
             case Note(code=code, text=text):
-                self.telemetry.noted(seat.name, code, text)
+                wait = shell.leases.wait(seat.who) if code == "superseded" else None
+                self.telemetry.noted(seat.name, code, text if wait is None else f"{text} for {wait:.0f} s")
 
     def _take_identity(self, seat: _Seat) -> None:
         """The answer of a process that was asked, before the monitor can say that the connection broke since."""

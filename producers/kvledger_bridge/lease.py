@@ -87,6 +87,11 @@ class Leases:
         self._names[rank_id(*who).encode()] = who
         self._assign()
 
+    def wait(self, who: Who) -> float | None:
+        """Seconds of silence after which the rank is claimed again; None: it is not watched."""
+        watched = self._watched.get(who)
+        return None if watched is None else watched.seconds
+
     def heard(self, who: Who, owner: int, now: float) -> None:
         """A record of ``owner`` was seen."""
         have = self._watched.get(who)

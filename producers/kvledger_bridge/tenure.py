@@ -66,6 +66,7 @@ class Tenure:
         self._log = LifeLog(rank, self._out, self.counts, decode=decode, ledger=ledger, snapshot=snapshot)
         self._awaited: EventRecord | ReplicaRecord | None = None
         self._fence = self._foreign = self._owned_last = -1
+        self._foreign_name = ""
         self._inherited: Pointer | None = None
         self._pointer: Pointer | None = None
         self._first_part = (-1, -1)  # n and offset of the newest checkpoint's first part
@@ -149,9 +150,10 @@ class Tenure:
         self._claim_tries += 1
         self._begin(why, self._now + self._pause(self._claim_tries))
 
-    def superseded(self, owner: int) -> None:
-        """Another bridge claimed the rank at ``owner``: the higher claim wins."""
-        self._foreign = max(self._foreign, owner)
+    def superseded(self, owner: int, bridge: str = "") -> None:
+        """Another bridge claimed the rank at ``owner``: the higher claim wins. ``bridge`` is its name, where known."""
+        if owner > self._foreign:
+            self._foreign, self._foreign_name = owner, bridge
         if self.phase is Phase.CLOSED or self.owner < 0 or self._foreign < self.owner:
             return  # without an own number yet, the acknowledgement of the claim decides
         self._close()
@@ -244,7 +246,12 @@ class Tenure:
         self._move(Move.SUPERSEDED)
         self._quit()
         self._unsay()
-        self._out += [note or Note("superseded", f"owner {self._foreign} is above {self.owner}"), CloseAll()]
+        name = f", bridge {self._foreign_name}," if self._foreign_name else ""
+        why = (
+            f"owner {self._foreign}{name} is above {self.owner}; "
+            "this bridge listens, and claims again once that one is silent"
+        )
+        self._out += [note or Note("superseded", why), CloseAll()]
 
     def _unsay(self) -> None:
         """Forget records that were not handed out: this owner writes no more."""

@@ -27,10 +27,11 @@ Who = tuple[str, int]
 
 
 class ForeignClaim(NamedTuple):
-    """Another bridge claimed a rank: its owner number."""
+    """Another bridge claimed a rank: its owner number and name."""
 
     who: Who
     owner: int
+    bridge: str
 
 
 class Watch:
@@ -78,7 +79,7 @@ class Watch:
                 self._telemetry.kafka_failed("claim_unreadable", str(error))
                 continue
             if isinstance(record, Claim) and record.bridge != self._name:
-                found.append(ForeignClaim(who, offset))
+                found.append(ForeignClaim(who, offset, record.bridge))
         return found
 
     def spoke(self) -> list[tuple[Who, int]]:

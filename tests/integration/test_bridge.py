@@ -234,7 +234,9 @@ def test_two_bridges_of_one_rank_are_harmless(setup: Setup, eventually: Any) -> 
     assert rank.blocks == truth(entry, batches)
     assert rank.state.owner == status(second).owner > status(first).owner
     assert len(rank.of(Fence)) == 2
-    assert setup.lines(first, "rank_superseded")
+    (line,) = setup.lines(first, "rank_superseded")
+    assert f"bridge {second.name}," in line["why"]
+    assert line["why"].endswith("claims again once that one is silent for 30 s")
     owners = [record.owner for record in rank.records[rank.kinds().index("Fence", 1) :]]
     assert set(owners) == {status(second).owner}
 

@@ -69,13 +69,16 @@ def test_a_higher_claim_ends_the_session() -> None:
     engine.step("+a")
     desk.follow(engine).sew(engine, "+b")
     records = len(desk.reader.log)
-    desk.session.superseded(9)
+    desk.session.superseded(9, "node-b/1")
     desk.session.live(*engine.step("+c"))
-    desk.turn(5.0)
+    notes = [command.text for command in desk.turn(5.0) if isinstance(command, Note)]
 
     assert desk.session.phase is Phase.CLOSED
     assert (desk.did(CloseAll), desk.did(Note)) == (1, 1)
     assert len(desk.reader.log) == records
+    assert notes == [
+        "owner 9, bridge node-b/1, is above 0; this bridge listens, and claims again once that one is silent",
+    ]
     desk.session.release("the producer was rebuilt")
     assert desk.session.phase is Phase.CLOSED
 

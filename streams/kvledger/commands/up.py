@@ -60,11 +60,14 @@ def run(args: argparse.Namespace) -> int:
             for child in _children(stack, args):
                 children.append(child)
                 child.start()
+            # From here on a signal is noted, not raised: an exception in the middle of asking a child for its state
+            # would leave that child's lock held, and nobody could wait for its end. (An event has a lock, too.)
+            asked: list[int] = []
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda number, _frame: asked.append(number))
             _announce(stack, children, args)
-            try:
-                _watch(stack, children)
-            except KeyboardInterrupt:
-                _tell("stopping…")
+            _watch(stack, children, asked)
+            _tell("stopping…")
         finally:
             # A second signal leaves at once: the kernel then ends the children.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -135,13 +138,13 @@ def _announce(stack: Stack, children: Sequence[Process], args: argparse.Namespac
     _tell("Ctrl-C stops everything")
 
 
-def _watch(stack: Stack, children: Sequence[Process]) -> None:
-    """Return never; raise Unavailable, with its last words, for the first that ends."""
-    while True:
+def _watch(stack: Stack, children: Sequence[Process], asked: Sequence[int]) -> None:
+    """Return once a stop is asked for; raise Unavailable, with its last words, for the first child that ends before."""
+    while not asked:
+        time.sleep(WATCH_SECONDS)
         for process in (*children, *stack.processes):
             if not process.running:
                 raise Unavailable(process.obituary(f"ended with code {process.returncode}"))
-        time.sleep(WATCH_SECONDS)
 
 
 def _abort(_number: int, _frame: FrameType | None) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from confluent_kafka import OFFSET_END, Consumer, TopicPartition
+from confluent_kafka import OFFSET_END, TopicPartition
 
+from kvledger_bridge.reading import reader
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_bridge.watch import Who
@@ -143,15 +144,7 @@ class Leases:
     def _assign(self) -> None:
         """Listen to the partitions of these ranks, from now on."""
         if self._consumer is None:
-            self._consumer = Consumer(
-                {
-                    **self._options,
-                    "group.id": f"{self._settings.topic_prefix}kvledger.bridge.lease",  # never joined
-                    "enable.auto.commit": False,
-                    "auto.offset.reset": "latest",
-                },
-                logger=self._logger,
-            )
+            self._consumer = reader(self._settings, self._options, "lease", reset="latest", logger=self._logger)
         wanted = {partition_of(*who, self._partitions) for who in self._watched}
         topic = self._settings.events_topic
         if gone := self._assigned - wanted:

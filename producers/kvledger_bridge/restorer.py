@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
+from kvledger_bridge.reading import reader
 from kvledger_bridge.recall import Recall, Recalled
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
@@ -159,16 +160,9 @@ class Restorer:
         for who in [who for who in self._waiting if partition_of(*who, self._partitions) == self._partition]:
             self._reading[rank_id(*who)] = self._waiting.pop(who)
         lowest = min(each.start for each in self._reading.values())
-        self._consumer = Consumer(
-            {
-                **self._options,
-                "group.id": f"{self._settings.topic_prefix}kvledger.bridge.restore",  # never joined
-                "enable.auto.commit": False,
-                "auto.offset.reset": "error",  # below the log's start is something to know
-                "queued.max.messages.kbytes": FETCH_KILOBYTES_MAX,
-            },
-            logger=self._logger,
-        )
+        options = {**self._options, "queued.max.messages.kbytes": FETCH_KILOBYTES_MAX}
+        # error: below the log's start is something to know
+        self._consumer = reader(self._settings, options, "restore", reset="error", logger=self._logger)
         start = OFFSET_BEGINNING if lowest < 0 else lowest
         self._consumer.assign([TopicPartition(self._settings.events_topic, self._partition, start)])
         return True

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
+from kvledger_bridge.reading import reader
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
 from kvledger_wire.errors import Poison
@@ -48,15 +49,8 @@ class Watch:
         self._spoke: list[tuple[Who, int]] = []
         self._telemetry = telemetry
         self._name = name
-        self._consumer: Any = Consumer(
-            {
-                **options,
-                "group.id": f"{settings.topic_prefix}kvledger.bridge.{name}",  # never joined
-                "enable.auto.commit": False,
-                "auto.offset.reset": "earliest",  # a re-created topic: lower claims than ours do no harm
-            },
-            logger=logger,
-        )
+        # earliest: in a re-created topic lower claims than ours do no harm
+        self._consumer = reader(settings, options, name, reset="earliest", logger=logger)
         self._consumer.assign([TopicPartition(settings.replicas_topic, 0, OFFSET_BEGINNING)])
 
     def poll(self) -> list[ForeignClaim]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import OFFSET_END, KafkaError
 
-from kvledger_bridge import lease as lease_module
+from kvledger_bridge import reading as reading_module
 from kvledger_bridge.lease import LEASE_SECONDS_MAX, Lapse, Leases
 from kvledger_bridge.settings import Settings
 from kvledger_bridge.telemetry import Telemetry
@@ -79,7 +79,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     client = Client()
-    monkeypatch.setattr(lease_module, "Consumer", lambda _options, logger: client)  # noqa: ARG005
+    monkeypatch.setattr(reading_module, "Consumer", lambda _options, logger: client)  # noqa: ARG005
     bench = Bench(client)
     yield bench
     bench.leases.close()

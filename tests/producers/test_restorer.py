@@ -12,7 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError
 from ledger_rank import removed, stored, text
 from ranklife import Life
 
-from kvledger_bridge import restorer as restorer_module
+from kvledger_bridge import reading as reading_module
 from kvledger_bridge.decode import Batch
 from kvledger_bridge.restorer import Restored, Restorer
 from kvledger_bridge.settings import Settings
@@ -141,7 +141,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench()
-    monkeypatch.setattr(restorer_module, "Consumer", lambda _options, logger: Client(bench.log))  # noqa: ARG005
+    monkeypatch.setattr(reading_module, "Consumer", lambda _options, logger: Client(bench.log))  # noqa: ARG005
     yield bench
     bench.restorer.close()
 

@@ -57,10 +57,51 @@ def thaw(process: Process) -> None:
         os.kill(process.pid, signal.SIGCONT)
 
 
-class RedisControl:
+class _Control:
+    """One started server: what is the same for both."""
+
+    def __init__(self, service: LocalRedis | LocalKafka) -> None:
+        self._service = service
+
+    def start(self) -> None:
+        """Start on what is there and wait until it answers; Kafka takes 6 to 14 s after ``kill``."""
+        self._service.start()
+
+    def kill(self) -> None:
+        """SIGKILL, also of a frozen one."""
+        self._service.kill()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        freeze(self._service.process)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        thaw(self._service.process)
+
+    def restart(self) -> None:
+        """Crash and come back on its data."""
+        self.kill()
+        self.start()
+
+    def close(self) -> None:
+        """Thaw it, so that it can be stopped."""
+        self.thaw()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RedisControl(_Control):
     """One started Redis. Append-only data survive ``kill``; without it every restart is an empty one."""
 
     def __init__(self, server: LocalRedis) -> None:
+        super().__init__(server)
         self.server = server
         self._home = server.process.log.parent
         self._kept: list[tempfile.TemporaryDirectory[str]] = []
@@ -74,27 +115,6 @@ class RedisControl:
     def address(self) -> str:
         """``host:port``."""
         return self.url.removeprefix("redis://").partition("/")[0]
-
-    def start(self) -> None:
-        """Start on what is there."""
-        self.server.start()
-
-    def kill(self) -> None:
-        """SIGKILL, also of a frozen one."""
-        self.server.kill()
-
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        freeze(self.server.process)
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        thaw(self.server.process)
-
-    def restart(self) -> None:
-        """Crash and come back on its data."""
-        self.kill()
-        self.start()
 
     def restart_empty(self) -> None:
         """Crash and come back without its data."""
@@ -158,18 +178,10 @@ class RedisControl:
 
     def close(self) -> None:
         """Thaw it, so that it can be stopped, and delete the snapshots."""
-        self.thaw()
+        super().close()
         for folder in self._kept:
             folder.cleanup()
         self._kept.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _is_level_with(self, primary: RedisControl) -> bool:
         mine, theirs = self.replication(), primary.replication()
@@ -182,49 +194,17 @@ class RedisControl:
             _delete(self._home / name)
 
 
-class KafkaControl:
+class KafkaControl(_Control):
     """One started broker."""
 
     def __init__(self, broker: LocalKafka) -> None:
+        super().__init__(broker)
         self.broker = broker
 
     @property
     def address(self) -> str:
         """``host:port`` of its listener, the same over restarts."""
         return self.broker.bootstrap
-
-    def start(self) -> None:
-        """Start on what is there and wait until it answers: 6 to 14 s after ``kill``."""
-        self.broker.start()
-
-    def kill(self) -> None:
-        """SIGKILL, also of a frozen one."""
-        self.broker.kill()
-
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        freeze(self.broker.process)
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        thaw(self.broker.process)
-
-    def restart(self) -> None:
-        """Crash and come back on its data."""
-        self.kill()
-        self.start()
-
-    def close(self) -> None:
-        """Thaw it, so that it can be stopped."""
-        self.thaw()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from kvledger_router.standing import MOVED, PRECEDENCE, Limits, Note, age_second
 class Question(NamedTuple):
     """What is the same for all ranks of one answer.
 
-    ``tokens`` is the length that was looked up; ``notes`` hold for every rank (a cut prompt, an unsettled catalogue).
+    ``tokens`` is the length that was looked up; ``notes`` hold for every rank (a cut prompt, unreadable values).
     ``plain``: the prompt has neither adapter nor salt nor media.
     """
 

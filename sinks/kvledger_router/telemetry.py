@@ -23,7 +23,8 @@ class Counters(msgspec.Struct):
 
     ``timeouts`` and ``failures`` are questions without an opinion because of the deadline, or of Redis; many
     ``refused`` mean an open breaker; ``rereads`` are answers taken again because the catalogue had changed: more than
-    a few per second mean ranks that flap. ``hash_rereads`` are readings taken again because a rank came to need engine
+    a few per second mean ranks that flap. ``unsettled`` are those for which it changed every time: the ranks that it
+    changed for are uncertain in them. ``hash_rereads`` are readings taken again because a rank came to need engine
     hashes (ADR 5). ``corrupt`` counts stored values that could not be read.
     """
 

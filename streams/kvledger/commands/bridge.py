@@ -12,8 +12,8 @@ from typing import Any
 from kvledger.errors import BadInput
 
 COLLECT_AFTER = (50_000, 20, 100)
-"""Python's thresholds for looking for garbage. A ledger is millions of small objects without cycles; with the defaults
-a batch of 200,000 blocks takes a fifth longer, in one turn that all ranks of the node wait for."""
+"""Python's thresholds for looking for garbage. A ledger is millions of small objects without cycles, and a full look
+goes through all of them; with the defaults several are part of a large batch, a turn that the node's ranks wait for."""
 
 FLAGS = ("kafka", "topic_prefix", "partitions", "replicas", "models", "id")
 

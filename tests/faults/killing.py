@@ -18,17 +18,21 @@ import random
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from kvledger.stack import Stack
 from kvledger.stack.process import Process
 from kvledger.verify.check import looking_ahead
-from kvledger.verify.pipeline import Pipeline, RunningEngine
+from kvledger.verify.pipeline import PARTITIONS, Pipeline, RunningEngine
 from kvledger_engine.recording import Meta, Published, Request, Reset, read
+from kvledger_wire.records import Checkpoint, decode_event
+from kvledger_wire.topics import EVENTS
 
 RECORDING = Path(__file__).parents[1] / "fixtures/engine-traces/gemma3_vllm0.20.2_s51.jsonl.gz"
 
@@ -38,6 +42,7 @@ BUFFER_STEPS = 32
 FIRST_KILL = 40
 KILLS_PER_PASS = 20
 MOMENT_SECONDS_MAX = 0.3
+READ_SECONDS_MAX = 60.0
 
 SETTINGS = {
     "KVLEDGER_BRIDGE_CHECKPOINT_BYTES_MIN": "20000",
@@ -58,6 +63,8 @@ class Report(msgspec.Struct):
     compared: int = 0
     wrong: list[str] = msgspec.field(default_factory=list)
     lines: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    checkpoints: set[int] = msgspec.field(default_factory=set)
+    """Where the log has the first part of one: a bridge may be killed before it can say so."""
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """What the bridges logged of one kind."""
@@ -66,8 +73,7 @@ class Report(msgspec.Struct):
     @property
     def from_checkpoints(self) -> int:
         """Restores that began at a checkpoint."""
-        checkpoints = {line["offset"] for line in self.of("rank_checkpointed")}
-        return sum(line["start"] in checkpoints for line in self.of("rank_restored"))
+        return sum(line["start"] in self.checkpoints for line in self.of("rank_restored"))
 
     def text(self) -> str:
         """In a few lines."""
@@ -151,7 +157,38 @@ async def killing(pipeline: Pipeline, *, kills: int, seed: int) -> Report:
     await engine.close()
     bridge: Any = engine.bridge
     report.lines = [line for process in bridge.all for line in lines(process.log)]
+    report.checkpoints = await asyncio.to_thread(checkpoints, pipeline)
     return report
+
+
+def checkpoints(pipeline: Pipeline) -> set[int]:
+    """Offsets of first parts on the log of the one rank that there is."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": pipeline._stack.kafka,
+            "group.id": "kills",  # never joined
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+        }
+    )
+    topic = pipeline.prefix + EVENTS
+    consumer.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(PARTITIONS)])
+    found, unread = set(), set(range(PARTITIONS))
+    end = time.monotonic() + READ_SECONDS_MAX
+    while unread:
+        if time.monotonic() > end:
+            msg = f"{topic} was not read within {READ_SECONDS_MAX:.0f} s"
+            raise TimeoutError(msg)
+        for message in consumer.consume(1000, timeout=0.1):
+            if message.error() is not None:
+                assert message.error().code() == KafkaError._PARTITION_EOF, message.error().str()
+                unread.discard(message.partition())
+                continue
+            record = decode_event(message.value())
+            if isinstance(record, Checkpoint) and record.part == 0:
+                found.add(int(message.offset()))
+    consumer.close()
+    return found
 
 
 async def one_pass(

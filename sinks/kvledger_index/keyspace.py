@@ -5,6 +5,7 @@
     <namespace>0:{0}:now:<model>    HASH    v -> the same version, <rank> -> log time, stamp and what moves with it
     <namespace>0:{0}:parts          HASH    <partition> -> progress, times, topic id
     <namespace>0:{0}:ranks:<p>      HASH    <rank> -> stamp, slots, model, the fold's state
+    <namespace>0:{0}:unit:<p>       STRING  which piece of a unit that is being applied is due
     <namespace>0:{0}:r:<8 bytes>    STRING  row: a path of up to 16 keys and their holders
     <namespace>0:{0}:r:<8 bytes>/   HASH    side of that row: key -> holders
     <namespace>0:{0}:slot           STRING  the last slot given

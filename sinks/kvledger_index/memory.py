@@ -25,6 +25,7 @@ from kvledger_index.units import (
     Drop,
     Now,
     Outcome,
+    Piece,
     Progress,
     Put,
     RankUnit,
@@ -73,6 +74,8 @@ class _Store:
         self.cards: dict[str, dict[str, Card]] = {}
         self.versions: dict[str, bytes] = {}
         self.now: dict[str, dict[str, tuple[int, Now]]] = {}
+        self.units: dict[int, tuple[bytes, int]] = {}
+        """partition -> (token, number) of the piece that is due"""
         self.slot_last = 0
         self.holders: dict[tuple[int, int], set[tuple[int, int]]] = {}
         """(row, key) -> {(slot, lane)}"""
@@ -109,7 +112,8 @@ class MemoryIndex:
         """Progress and every rank of a partition."""
         stored = self._store.partitions.get(partition)
         ranks = self._store.ranks.get(partition, {})
-        return Stored(stored.progress if stored else None, {name: (r.stamp, r.state) for name, r in ranks.items()})
+        known = {name: (rank.stamp, rank.state) for name, rank in ranks.items() if rank.stamp != NEVER}
+        return Stored(stored.progress if stored else None, known)
 
     async def seek(self, partition: int, topic_id: str, restart: int, target: int, *, drop: bool) -> None:
         """Record a (re)seek; ``drop`` forgets the partition's ranks. O(ranks of the partition + their blocks)."""
@@ -121,6 +125,7 @@ class MemoryIndex:
             raise InvalidInput(
                 f"partition {partition} stands in topic {have.progress.topic_id}, seek in {topic_id} must drop it"
             )
+        store.units.pop(partition, None)  # whoever is in the middle of a unit has lost it, or begins again
         if drop:
             changed: set[str] = set()
             for name, rank in store.ranks.pop(partition, {}).items():
@@ -136,6 +141,11 @@ class MemoryIndex:
         due, why = self._due(step)
         if why:
             return Outcome("refused", 0, 0, why)
+        if step.piece is not None and not step.piece.last:
+            self._apply_piece(step, step.piece, due)
+            return Outcome("applied", 0, 0, "")
+        if due:
+            self._store.units.pop(step.partition, None)
         changed: set[str] = set()
         for unit in due:
             changed |= self._apply_unit(step.partition, unit)
@@ -175,7 +185,20 @@ class MemoryIndex:
                 stamps[unit.rank] = unit.after
             elif stamp < unit.after:
                 return [], f"rank {unit.rank} stands at {tuple(stamp)}, the unit expects {tuple(unit.before)}"
+        piece = step.piece
+        if due and piece is not None and piece.number and self._store.units.get(step.partition) != piece[:2]:
+            why = f"piece {piece.number} does not follow, another attempt at the unit began"
+            return [], f"rank {due[0].rank}: {why}"
         return due, ""
+
+    def _apply_piece(self, step: Step, piece: Piece, due: Sequence[RankUnit]) -> None:
+        """A piece before the last: the rank's stored stamp and state stay, and so does the partition's progress."""
+        for unit in due:
+            old = self._store.ranks.get(step.partition, {}).get(unit.rank)
+            self._renew(self._apply_unit(step.partition, unit), step.nonce)
+            ranks = self._store.ranks[step.partition]
+            ranks[unit.rank] = ranks[unit.rank]._replace(stamp=unit.before, state=old.state if old else b"")
+            self._store.units[step.partition] = (piece.token, piece.number + 1)
 
     def _apply_unit(self, partition: int, unit: RankUnit) -> set[str]:
         """Returns the models whose catalogue changed."""

@@ -19,14 +19,9 @@ STEP_UNITS_MAX = 1_024
 """Units per step; a call has a fixed number of arguments and eight per unit."""
 
 STEP_OPS_MAX = 512
-"""Ops per step of more than one unit. A call holds Redis meanwhile, and a router waits 20 ms: 512 runs of 16 blocks
-took 10 ms on a busy 2-core machine, 512 runs that all leave their row's path 44 ms (``tests/benchmarks/index.py``).
-The caller splits steps between units.
-"""
-
-UNIT_OPS_MAX = 100_000
-"""Ops of a step of one unit, which nobody may split: one engine batch. Single blocks at 50 000 a second on a busy
-machine take 2 s, within a writer's timeout and Redis' own limit for functions (5 s each).
+"""Ops per step. A call holds Redis meanwhile, and a router waits 20 ms: 512 runs of 16 blocks took 10 ms on a busy
+2-core machine, 512 runs that all leave their row's path 44 ms (``tests/benchmarks/index.py``). The caller splits steps
+between units, and a unit that is larger into pieces (``Piece``).
 """
 
 NONCE_BYTES = 16
@@ -121,6 +116,7 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     code, ms in log time since their last store, as of this unit's last record). ``unproven_ms`` is the log time between
     the last record that says that the picture is complete and this unit's last record: where the latter only says that
     the engine lives, the rank is not gone, but its picture is that much older.
+    ``underway`` says that some pieces of a larger unit are in the index and others are not (``piece_of``).
     """
 
     owner: int
@@ -133,6 +129,11 @@ class Now(msgspec.Struct, frozen=True, array_like=True):
     silent: tuple[tuple[int, int, int], ...] = ()
     veiled: tuple[tuple[int, int, int], ...] = ()
     unproven_ms: int = 0
+    underway: bool = False
+
+
+UNDERWAY_MS = 1_000_000_000_000
+"""``unproven_ms`` while a unit is under way, 31 years: readers that do not know ``underway`` call such a rank stale."""
 
 
 class RankUnit(msgspec.Struct, frozen=True):
@@ -172,6 +173,16 @@ class Progress(msgspec.Struct, frozen=True):
     target: int
 
 
+class Piece(NamedTuple):
+    """Which piece of a unit that is larger than a step: ``number`` 0 begins an attempt, and ``token``, 16 unique bytes,
+    names it. Any other is taken only right behind the one before of the same attempt, so two workers never mix theirs.
+    """
+
+    token: bytes
+    number: int
+    last: bool
+
+
 class Step(msgspec.Struct, frozen=True):
     """One call: the units of one partition in log order, and its progress, all or nothing.
 
@@ -189,10 +200,15 @@ class Step(msgspec.Struct, frozen=True):
     broker_ms: int
     nonce: bytes
     """16 unique bytes: the new version of each catalogue that this call changes."""
+    piece: Piece | None = None
+    """The step's only unit is a piece. All but the last leave stamp, state, card and the partition's progress alone."""
 
 
 class Outcome(NamedTuple):
-    """What a call did. ``refused``: nothing was changed; load what is stored and seek to its restart offset."""
+    """What a call did. ``refused``: nothing was changed; load what is stored and seek to its restart offset.
+
+    A piece before the last counts neither as applied nor as a duplicate.
+    """
 
     verdict: Literal["applied", "refused"]
     applied: int
@@ -244,11 +260,51 @@ def check_step(step: Step) -> None:
     if len(step.units) > STEP_UNITS_MAX:
         raise InvalidInput(f"step of {len(step.units)} units > {STEP_UNITS_MAX}: split it between units")
     ops = sum(len(unit.ops) for unit in step.units)
-    bound = STEP_OPS_MAX if len(step.units) > 1 else UNIT_OPS_MAX
-    if ops > bound:
-        raise InvalidInput(f"step of {len(step.units)} units with {ops} ops > {bound}: split it between units")
+    if ops > STEP_OPS_MAX:
+        units = len(step.units)
+        raise InvalidInput(
+            f"step of {units} units with {ops} ops > {STEP_OPS_MAX}: split it between units, or into pieces"
+        )
+    if step.piece is not None:
+        _check_piece(step, step.piece)
     for unit in step.units:
         _check_unit(unit, step.partition)
+
+
+def piece_of(step: Step, ops: tuple[Op, ...], number: int, token: bytes, nonce: bytes) -> Step:
+    """A piece, but not the last, of the only unit of ``step``: some of its ops, in their order.
+
+    From the first piece on readers see a moving part that has the stamp of the whole unit, so that whoever looked
+    before it sees a move, and that is ``underway``, so that nobody who looks until the last calls the rank exact. A
+    worker that is lost in between leaves it so; the next one begins again at the restart offset. That is as if nothing
+    had been written: what ops do to a block depends on the last one that names it, and each is in the unit.
+    """
+    (unit,) = step.units
+    now = msgspec.structs.replace(unit.now, underway=True, unproven_ms=UNDERWAY_MS)
+    part = msgspec.structs.replace(unit, ops=ops, now=now, state=b"", card=None)
+    return msgspec.structs.replace(
+        step,
+        units=(part,),
+        restart=step.restart_before,
+        read=step.restart_before,
+        at_end=False,
+        nonce=nonce,
+        piece=Piece(token, number, last=False),
+    )
+
+
+def _check_piece(step: Step, piece: Piece) -> None:
+    if len(step.units) != 1:
+        raise InvalidInput(f"step of {len(step.units)} units is marked as a piece of one")
+    if len(piece.token) != NONCE_BYTES:
+        raise InvalidInput(f"token of {len(piece.token)} bytes, {NONCE_BYTES} expected")
+    if not 0 <= piece.number < 1 << 32:
+        raise InvalidInput(f"piece {piece.number} is outside 0..2^32-1")
+    (unit,) = step.units
+    if unit.after == unit.before or unit.leaves:
+        raise InvalidInput(f"unit of {unit.rank} in pieces leaves the stamp or the catalogue")
+    if unit.now.underway == piece.last:
+        raise InvalidInput(f"piece {piece.number} of {unit.rank}: last {piece.last}, under way {unit.now.underway}")
 
 
 def _check_unit(unit: RankUnit, partition: int) -> None:

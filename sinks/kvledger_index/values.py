@@ -17,7 +17,7 @@ import msgspec
 from kvledger_index.blockkeys import SEGMENT_STRIDES
 from kvledger_index.errors import Corrupt, InvalidInput
 from kvledger_index.model import MEDIA
-from kvledger_index.units import NEVER, Bind, Card, Clear, Drop, Now, Op, Progress, Put, Stamp
+from kvledger_index.units import NEVER, Bind, Card, Clear, Drop, Now, Op, Piece, Progress, Put, Stamp
 from kvledger_index.views import PartitionView
 
 _STAMP = Struct(">4Q")
@@ -31,6 +31,7 @@ _MS = Struct(">q")
 _PARTITION = Struct(">6q")
 _KEYS = tuple(Struct(f">{count}Q") for count in range(SEGMENT_STRIDES + 1))
 _PUT = Struct("<5BH")
+_PIECE = Struct("<16sI?")
 
 _card_encoder = msgspec.msgpack.Encoder()
 _cards = msgspec.msgpack.Decoder(Card)
@@ -78,6 +79,11 @@ def decode_stamp(raw: bytes) -> Stamp:
 
 
 NEVER_BYTES = encode_stamp(NEVER)
+
+
+def encode_piece(piece: Piece) -> bytes:
+    """A piece as ``apply.lua`` takes it: token, number, whether it is the last."""
+    return _PIECE.pack(piece.token, piece.number, piece.last)
 
 
 def encode_ms(value: int) -> bytes:

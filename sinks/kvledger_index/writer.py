@@ -16,6 +16,7 @@ from kvledger_index.errors import Corrupt, InvalidInput, Refused, Unavailable
 from kvledger_index.keyspace import NAMESPACE_DEFAULT, Keyspace
 from kvledger_index.server import address_of, connect, failures, faults
 from kvledger_index.units import (
+    NEVER,
     NONCE_BYTES,
     SCRUB_DEFAULT,
     Outcome,
@@ -40,6 +41,7 @@ from kvledger_index.values import (
     encode_ms,
     encode_now,
     encode_ops,
+    encode_piece,
     encode_stamp,
     text,
 )
@@ -122,7 +124,8 @@ class RedisWriter:
         try:
             for name, value in zip(flat[::2], flat[1::2], strict=True):
                 rank = decode_rank(value)
-                ranks[name.decode()] = (rank.stamp, rank.state)
+                if rank.stamp != NEVER:  # else it has slots for the first pieces of its first unit, and no more
+                    ranks[name.decode()] = (rank.stamp, rank.state)
             if raw is not None:
                 progress = decode_partition(raw).progress
         except (Corrupt, UnicodeDecodeError):
@@ -175,6 +178,7 @@ class RedisWriter:
             step.nonce,
             str(needed),
             NEVER_BYTES,
+            b"" if step.piece is None else encode_piece(step.piece),
             *units,
         )
         if answer[0]:
@@ -235,5 +239,8 @@ def _refusal(step: Step, answer: list[Any]) -> str:
             name = text(rank)
             before = next((tuple(unit.before) for unit in step.units if unit.rank == name), None)
             return f"rank {name} stands at {tuple(decode_stamp(stamp))}, the unit expects {before}"
+        case [b"piece", rank]:
+            number = step.piece.number if step.piece else None
+            return f"rank {text(rank)}: piece {number} does not follow, another attempt at the unit began"
         case rest:  # pragma: no cover - the function answers nothing else
             return f"refused: {rest}"

@@ -5,9 +5,9 @@ Everything that holds for a rank is noted; the first status of this order that h
     status     noted where                                                              the number is
     ------     -----------                                                              -------------
     unknown    closed, unloaded, no moving part, gone, never seen, no opinion           0
-    stale      suspended; its partition is behind its target, or no worker stands at    of the past: may be over
-               the log's end; not heard of within ``fresh_seconds_max``, or only that its
-               engine lives
+    stale      suspended; a batch is being written in pieces; its partition is behind   of the past: may be over
+               its target, or no worker stands at the log's end; not heard of within
+               ``fresh_seconds_max``, or only that its engine lives
     uncertain  the bridge says why; clients may ask for full reports; a group has no    may be over; 0 where the rule
                rule; GPU blocks outside the groups; it moved while it was read          cannot be applied
     at_least   the life began before we listened (partial); unplaced hashes that could  never over
@@ -38,6 +38,8 @@ TRUSTED: frozenset[Status] = frozenset({"exact", "at_least"})
 
 MOVED = "moved: its cache changed while it was read"
 """The one reason that the next question of the same prompt is likely to be without."""
+
+UNDERWAY = "moving: a batch too large for one step is being written, and a part of it is in the index"
 
 FRESH_SECONDS_MAX_DEFAULT = 3.0
 LEASE_SECONDS_DEFAULT = 15.0
@@ -79,6 +81,8 @@ def standing(
         return
     if card.suspended:  # says more than the age that follows from it
         yield Note("stale", "suspended: the bridge cannot prove that the engine's cache is the one it followed")
+    if pulse.now.underway:
+        yield Note("stale", UNDERWAY)
     yield from _liveness(pulse, partition, time_ms, limits)
     for why in card.uncertain:
         yield Note("uncertain", why)
@@ -104,7 +108,7 @@ def _liveness(pulse: Pulse, partition: PartitionView | None, time_ms: int, limit
     proven = age + pulse.now.unproven_ms / 1000
     if age > limits.fresh_seconds_max:
         yield Note("stale", f"last heard of {age:.1f} s ago, more than {limits.fresh_seconds_max:g} s")
-    elif proven > limits.fresh_seconds_max:
+    elif proven > limits.fresh_seconds_max and not pulse.now.underway:
         since = f"last known to be complete {proven:.1f} s ago"
         yield Note("stale", f"its engine lives, but its picture was {since}, more than {limits.fresh_seconds_max:g} s")
 

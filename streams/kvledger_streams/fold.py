@@ -2,7 +2,8 @@
 
     (offset, log time, key bytes, value bytes) ──decode──> record ──accept──> effects ──> ops of a rank's unit
                                                                                              │
-                       Step: units of many ranks, restart and read offset <── cut at limits ─┘
+                       Step: units of many ranks, restart and read offset <── cut at limits ─┤
+                       Steps of a piece each, of one unit that is larger than a step <───────┘
 
 The state of a partition is a function of its log: it is rebuilt from what the index stored, or from the log's start.
 A record that cannot be used costs its rank, never the partition.
@@ -12,21 +13,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvledger_index.model import GROUP_MAX
-from kvledger_index.units import NEVER, STEP_OPS_MAX, UNIT_OPS_MAX, Bind, Card, Drop, Op, RankUnit, Stamp, Step
+from kvledger_index.units import (
+    NEVER,
+    STEP_OPS_MAX,
+    Bind,
+    Card,
+    Drop,
+    Now,
+    Op,
+    Piece,
+    RankUnit,
+    Stamp,
+    Step,
+    piece_of,
+)
 from kvledger_streams.errors import UnreadableState
-from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, proves, size_of, stamp_of, watch
+from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, proves, size_of, size_of_effect, stamp_of, watch
 from kvledger_wire.accept import Dropped, Effect, Loading, Opening, RankState, accept, unload
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import parse_key, partition_of
 from kvledger_wire.records import Checkpoint, EventRecord, Events, decode_event
 
 OPS_PER_STEP_MAX = STEP_OPS_MAX
-"""A step is cut before the record that would exceed this; a single unit above it makes a step of its own."""
+"""A step is cut before the record that would exceed this; a single unit above it is applied in pieces."""
+
+PIECE_OPS_MAX = STEP_OPS_MAX // 2
+"""Ops of a piece. Pieces follow each other without a pause, so a router that asks twice waits for two of them."""
+
+UNIT_OPS_MAX = 400_000
+"""Ops that a unit may become at most, in all its pieces: 200,000 blocks that leave the GPU one by one and come back.
+Above it the rank is unloaded. A worker holds the records of a unit, which takes about as much memory as they have
+bytes, and the ops of one piece.
+"""
+
+BYTES_PER_STEP_MAX = 512 * 1024
+"""The same for values read, whatever came of them: about 10 ms of decoding, during which nothing else runs on the loop.
+A step of no unit is a small price."""
 
 RANKS_PER_STEP_MAX = 256
 """The same for ranks: each one carries its state and perhaps a card, about 1 KB."""
@@ -228,6 +256,7 @@ def fold(
             cut.take(offset, broker_ms, home, record)
         state.read = offset + 1
         if cut.full:
+            yield from cut.pieces()
             yield cut.step(at_end=False)
     yield cut.step(at_end=state.read >= end)
 
@@ -302,13 +331,15 @@ def _leaving(kept: RankState, rank: str, before: Stamp, heard_ms: int) -> RankUn
 
 
 class _Making:
-    """A rank's unit while its records are gathered."""
+    """A rank's unit while its records are gathered. ``rest``: ops of one that is larger than a step, not made yet."""
 
-    __slots__ = ("before", "broker_ms", "ops")
+    __slots__ = ("before", "broker_ms", "ops", "rest", "seq")
 
-    def __init__(self, before: Stamp) -> None:
+    def __init__(self, before: Stamp, seq: int) -> None:
         self.before = before
+        self.seq = seq
         self.ops: list[Op] = []
+        self.rest: Iterator[Op] | None = None
         self.broker_ms = 0
 
 
@@ -320,11 +351,19 @@ class _Cut:
         self._nonce = nonce
         self._tally = tally
         self._making: dict[str, _Making] = {}
-        self._ops = 0
+        self._ops = self._bytes = 0
+        self._large: str | None = None
+        """The rank whose unit is larger than a step: the only one in it then."""
+        self._piece: Piece | None = None
 
     @property
     def full(self) -> bool:
-        return self._ops >= OPS_PER_STEP_MAX or len(self._making) >= RANKS_PER_STEP_MAX
+        return (
+            self._ops >= OPS_PER_STEP_MAX
+            or len(self._making) >= RANKS_PER_STEP_MAX
+            or self._bytes >= BYTES_PER_STEP_MAX
+            or self._large is not None
+        )
 
     def locate(self, offset: int, raw_key: bytes | None) -> _Home | None:
         """Whose record this is; None where nobody can be told, or where the rank lives in another partition."""
@@ -343,6 +382,7 @@ class _Cut:
         return home
 
     def read(self, offset: int, home: _Home, value: bytes | None) -> EventRecord | None:
+        self._bytes += len(value or b"")
         try:
             if not home.lane_ok:
                 msg = f"record key names group {home.group}, highest is {GROUP_MAX}"
@@ -355,7 +395,7 @@ class _Cut:
 
     def crowded(self, home: _Home, record: EventRecord | None) -> bool:
         """Whether this record would carry a step that holds something beyond its limit."""
-        if not self._making or not (isinstance(record, Checkpoint) or (isinstance(record, Events) and record.end)):
+        if not self._making or record is None or (isinstance(record, Events) and not record.end):
             return False
         rank = self._state.ranks.get(home.rank)
         size = size_of(record) + sum(size_of(each) for _, each in (rank.tail if rank else ()))
@@ -368,7 +408,7 @@ class _Cut:
             if record is None:
                 return  # nothing is known of that rank, so nothing is lost
             rank = self._state.ranks[home.rank] = RankState()
-        before, was_loaded = stamp_of(rank), rank.loaded
+        before, was_loaded, seq = stamp_of(rank), rank.loaded, rank.seq
         effects, ops = self._effects(rank, home, record, offset)
         if rank.tail:
             self._state.tails[home.rank] = rank.tail_from
@@ -378,11 +418,14 @@ class _Cut:
             return
         making = self._making.get(home.rank)
         if making is None:
-            making = self._making[home.rank] = _Making(before)
+            making = self._making[home.rank] = _Making(before, seq)
         making.broker_ms = broker_ms
         if proves(record):
             self._state.proven[home.rank] = broker_ms
-        self._add(making, ops)
+        if isinstance(ops, list):
+            self._add(making, ops)
+        else:
+            making.rest, self._large = ops, home.rank
         restated = isinstance(record, Checkpoint)
         watch(self._state.tiers.setdefault(home.rank, {}), effects, broker_ms, restated=restated)
         self._observe(home.rank, offset, effects, was_loaded=was_loaded)
@@ -392,30 +435,79 @@ class _Cut:
             self._tally.note("loaded", home.rank, offset, f"a checkpoint of {record.part + 1} parts")
 
     def step(self, *, at_end: bool) -> Step:
-        """Close what was gathered."""
+        """Close what was gathered; of a unit in pieces the last one."""
         units = tuple(self._unit(rank, making) for rank, making in self._making.items())
         step = _step(self._state, units, at_end=at_end, nonce=self._nonce())
+        if self._piece is not None:
+            step = msgspec.structs.replace(step, piece=self._piece)
         self._tally.units += len(units)
         self._tally.ops += self._ops
         self._making = {}
-        self._ops = 0
+        self._ops = self._bytes = 0
+        self._large = self._piece = None
         return step
+
+    def pieces(self) -> Iterator[Step]:
+        """All but the last piece of a unit that is larger than a step; none of any other. Ops are made for each when it
+        is asked for, so that no piece is a long stretch of work.
+        """
+        if self._large is None:
+            return
+        ((rank, making),) = self._making.items()
+        whole, token, number = self._unmade(rank, making), self._nonce(), 0
+        ops = self._next_ops(rank, making)
+        while ahead := self._next_ops(rank, making):
+            yield piece_of(whole, tuple(ops), number, token, self._nonce())
+            ops, number = ahead, number + 1
+        making.ops = ops
+        if number:
+            self._piece = Piece(token, number, last=True)
+
+    def _unmade(self, rank: str, making: _Making) -> Step:
+        """A step of a unit whose ops are not made yet. Until they are applied its index holds no whole batch, so the
+        sequence that it covers is that of before.
+        """
+        state, at = self._state, self._state.restart
+        after, model = stamp_of(state.ranks[rank]), self._model_of(rank)
+        now = Now(*after, seq=making.seq)
+        unit = RankUnit(rank, model, making.before, after, (), now, b"", None, making.broker_ms)
+        return Step(state.partition, state.topic_id, at, at, at, (unit,), at_end=False, broker_ms=0, nonce=bytes(16))
+
+    def _next_ops(self, rank: str, making: _Making) -> list[Op]:
+        """Ops of the next piece; none at the end. What cannot be made unloads the rank, whatever went before."""
+        ops: list[Op] = []
+        try:
+            ops += islice(making.rest or (), PIECE_OPS_MAX)
+        except Exception as error:  # noqa: BLE001 - one record must not stop the other ranks of its partition
+            state = self._state.ranks[rank]
+            why = _reason(error)
+            unload(state, state.at, why)
+            making.rest = None
+            watch(self._state.tiers[rank], [Dropped(why)], making.broker_ms)
+            self._observe(rank, state.at, [Dropped(why)], was_loaded=True)
+            ops = [Drop()]
+        self._ops += len(ops)
+        return ops
 
     def _effects(
         self, rank: RankState, home: _Home, record: EventRecord | None, offset: int
-    ) -> tuple[list[Effect], list[Op]]:
-        """Accept one record. A record that breaks us is a hole of its rank, whatever the reason."""
+    ) -> tuple[list[Effect], list[Op] | Iterator[Op]]:
+        """Accept one record. A record that breaks us is a hole of its rank, whatever the reason. Ops of a unit that is
+        larger than a step are not made yet.
+        """
         try:
             effects = accept(rank, home.group, record, offset)
-            ops = [op for effect in effects for op in ops_of(effect)]
-            if len(ops) > UNIT_OPS_MAX:
-                msg = f"unit of {len(ops)} ops > {UNIT_OPS_MAX}"
-                raise Poison(msg)  # noqa: TRY301 - the index would never take it
+            size = sum(map(size_of_effect, effects))
+            if size > UNIT_OPS_MAX:
+                msg = f"unit of {size} ops > {UNIT_OPS_MAX}"
+                raise Poison(msg)  # noqa: TRY301 - the same end as for a record that is wrong
+            if size > OPS_PER_STEP_MAX:
+                return effects, chain.from_iterable(map(ops_of, effects))
+            return effects, [op for effect in effects for op in ops_of(effect)]
         except Exception as error:  # noqa: BLE001 - one record must not stop the other ranks of its partition
-            why = str(error) if isinstance(error, Poison) else f"{type(error).__name__} while folding"
+            why = _reason(error)
             unload(rank, offset, why)
             return [Dropped(why)], [Drop()]
-        return effects, ops
 
     def _add(self, making: _Making, ops: list[Op]) -> None:
         for op in ops:
@@ -451,7 +543,7 @@ class _Cut:
         self._state.forgotten.discard(rank)
         return RankUnit(
             rank=rank,
-            model=state.entry.model if state.entry else "",
+            model=self._model_of(rank),
             before=making.before,
             after=stamp_of(state),
             ops=tuple(making.ops),
@@ -460,6 +552,14 @@ class _Cut:
             card=card if changed else None,
             broker_ms=making.broker_ms,
         )
+
+    def _model_of(self, rank: str) -> str:
+        entry = self._state.ranks[rank].entry
+        return entry.model if entry else ""
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, Poison) else f"{type(error).__name__} while folding"
 
 
 class _Home(NamedTuple):

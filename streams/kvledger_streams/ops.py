@@ -152,21 +152,29 @@ def _lanes(counts: tuple[tuple[int | None, int, int], ...]) -> tuple[tuple[int, 
     return tuple((lane_code(group), medium, count) for group, medium, count in counts)
 
 
-def ops_of(effect: Effect) -> list[Op]:
-    """What one effect does to the index. Raises Poison for changes that no bridge of this contract writes."""
+def ops_of(effect: Effect) -> Iterator[Op]:
+    """What one effect does to the index, made one by one. Raises Poison, perhaps behind some ops, for changes that no
+    bridge of this contract writes.
+    """
     match effect:
         case Opening() | Loading():
-            return [Bind()]
+            yield Bind()
         case Dropped():
-            return [Drop()]
+            yield Drop()
         case Applied(group=str(), changes=changes):
-            return [_clear_of(change) for change in changes]
+            yield from map(_clear_of, changes)
         case Applied(group=group, changes=changes):
             lane = lane_code(group)  # type: ignore[arg-type]  # the str case is above
-            return [op for change in changes for op in _puts_of(change, lane)]
+            for change in changes:
+                yield from _puts_of(change, lane)
 
 
-def size_of(record: Lived) -> int:
+def size_of_effect(effect: Effect) -> int:
+    """Ops that an effect may become, at most. O(changes), and O(runs) of attached ones."""
+    return sum(map(_size_of_change, effect.changes)) if isinstance(effect, Applied) else 1
+
+
+def size_of(record: EventRecord | Lived) -> int:
     """Ops that a record may become, at most."""
     match record:
         case Events():

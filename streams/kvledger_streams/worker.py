@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
 from kvledger_streams.errors import Unavailable, UnreadableState
-from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, forget, fresh, resume, seed
+from kvledger_streams.fold import PartitionState, Tally, fold, forget, fresh, resume, seed
 from kvledger_streams.progress import Bounds, Plan, Starts, Topic, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
@@ -121,6 +122,9 @@ class _Partition:
         self.since = now
         self.stamped_at = -1.0
         self.applied = 0
+        self.aside = False
+        """A unit of it is being applied in pieces, beside the others; ``parked`` is what was fetched behind it."""
+        self.parked: deque[Batch] = deque()
         self.jumps: set[tuple[int, int]] = set()
         """Offsets left out that were asked for again: (due, came)."""
 
@@ -154,6 +158,10 @@ class Worker:
         self._readable = asyncio.Event()
         self._committed: dict[int, int] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asides: set[asyncio.Task[None]] = set()
+        self._turnstile = asyncio.Lock()
+        """One step at a time, in the order of asking: Redis would run all that it is given before it answers routers,
+        and so steps of other partitions go between the pieces of a large unit."""
         self._scrubbed_at = now()
         self._dead_slots = 0
         self._due = {"commit": 0.0, "topic": 0.0, "report": now() + settings.report_seconds}
@@ -169,7 +177,7 @@ class Worker:
         now = self._now()
         self._partitions = {number: _Partition(number, now) for number in partitions}
         self._committed.clear()
-        self._readable.clear()
+        self._tell_readable()
         self.changed.set()
 
     def revoke(self) -> None:
@@ -177,32 +185,32 @@ class Worker:
         self.assign(())
 
     def readable(self) -> set[int]:
-        """Partitions that may be fetched."""
-        return {part.number for part in self._partitions.values() if part.state is not None}
+        """Partitions that may be fetched: placed, and not in the middle of a large unit."""
+        return {part.number for part in self._partitions.values() if part.state is not None and not part.aside}
 
     async def wait_readable(self) -> None:
         """Until there is one."""
         await self._readable.wait()
 
     async def take(self, batch: Batch) -> None:
-        """Fold a batch into the index. Never raises: what goes wrong sends its partition back to be placed."""
+        """Fold a batch into the index. Never raises: what goes wrong sends its partition back to be placed.
+
+        Returns when that is done, or at the first piece of a unit that is larger than a step: the rest goes on beside,
+        and the other partitions do not wait for it.
+        """
         part = self._partitions.get(batch.partition)
         if part is None or self._stopping:
             return
-        async with part.lock:
-            if part.state is None or part.epoch != batch.epoch:
-                self._telemetry.counters.stale_batches += 1  # fetched before the last seek
-                return
-            try:
-                self._check_place(part, part.state, batch)
-                records = ((each.offset, each.timestamp, each.key, each.value) for each in batch.records)
-                await self._advance(part, part.state, records, batch.end, batch.asked)
-            except asyncio.CancelledError:
-                self._lose(part, _Resync("cancelled in the middle of a step"))
-                raise
-            except Exception as error:  # noqa: BLE001 - Faust would acknowledge the batch and go on
-                self._lose(part, error)
-        self._telemetry.notes(batch.partition, self.tally)
+        if part.aside:
+            part.parked.append(batch)  # a few at most: a partition that is aside is not fetched
+            return
+        folding = self._folding(part, batch)
+        async for _ in folding:
+            part.aside = True
+            self._tell_readable()
+            task = asyncio.create_task(self._go_on_aside(part, folding), name=f"aside-{part.number}")
+            self._asides.add(task)
+            return
 
     def lost(self, partition: int, why: str) -> None:
         """The consumer cannot read on where it stands (below the log's start, beyond its end)."""
@@ -219,6 +227,9 @@ class Worker:
         from being stamped. Raises only what is a defect of ours.
         """
         self.changed.clear()
+        for task in [task for task in self._asides if task.done()]:
+            self._asides.remove(task)
+            task.result()
         if self._waiting():
             self._beside("place", self._place_waiting)
         await self._stamp_idle()
@@ -245,6 +256,39 @@ class Worker:
         return True
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    async def _folding(self, part: _Partition, batch: Batch) -> AsyncIterator[None]:
+        """All that ``take`` does with a batch; yields before the first piece of each large unit."""
+        async with part.lock:
+            if part.state is None or part.epoch != batch.epoch:
+                self._telemetry.counters.stale_batches += 1  # fetched before the last seek
+                return
+            try:
+                self._check_place(part, part.state, batch)
+                records = ((each.offset, each.timestamp, each.key, each.value) for each in batch.records)
+                for step in fold(part.state, records, end=batch.end, nonce=_nonce, tally=self.tally):
+                    if step.piece is not None and step.piece.number == 0:
+                        yield
+                    await self._apply(part, part.state, step, batch.asked)
+            except asyncio.CancelledError:
+                self._lose(part, _Resync("cancelled in the middle of a step"))
+                raise
+            except Exception as error:  # noqa: BLE001 - Faust would acknowledge the batch and go on
+                self._lose(part, error)
+        self._telemetry.notes(batch.partition, self.tally)
+
+    async def _go_on_aside(self, part: _Partition, folding: AsyncIterator[None]) -> None:
+        """The rest of a batch that brought a large unit, and what was fetched behind it."""
+        try:
+            async for _ in folding:
+                pass
+            while part.parked and self._partitions.get(part.number) is part and not self._stopping:
+                async for _ in self._folding(part, part.parked.popleft()):
+                    pass
+        finally:
+            part.aside = False
+            part.parked.clear()
+            self._tell_readable()
 
     async def _place_waiting(self) -> None:
         waiting = self._waiting()
@@ -296,7 +340,7 @@ class Worker:
             return  # revoked meanwhile
         part.epoch, part.target, part.caught_up, part.since = epoch, made.target, False, self._now()
         part.state = state
-        self._readable.set()
+        self._tell_readable()
         self._telemetry.placed(number, made, len(state.ranks))
         self._observe(part, state)
 
@@ -321,22 +365,18 @@ class Worker:
         msg = f"offset {jump[1]} came where {jump[0]} was due"
         raise _Resync(msg)
 
-    async def _advance(
-        self, part: _Partition, state: PartitionState, records: Iterable[LogRecord], end: int, asked: float
-    ) -> None:
-        """Fold records and apply the steps, in order, each after the one before."""
-        for step in fold(state, records, end=end, nonce=_nonce, tally=self.tally):
-            await self._apply(part, state, step, asked)
-
     async def _apply(self, part: _Partition, state: PartitionState, step: Step, asked: float) -> None:
         """``asked``: since when the log's end is known. A process that was frozen knows it of long ago."""
         if step.at_end and self._now() - asked > self._settings.end_age_seconds_max:
             step = msgspec.structs.replace(step, at_end=False)
-        outcome = await self._writer.apply(step)
+        async with self._turnstile:
+            outcome = await self._writer.apply(step)
         if outcome.verdict == "refused":
             self._telemetry.counters.refused += 1
             raise _Resync(outcome.why)
         self._telemetry.counters.steps += 1
+        if step.piece is not None and not step.piece.last:
+            return  # nothing is applied before all of it is
         self._telemetry.counters.units += outcome.applied
         self._telemetry.counters.duplicates += outcome.duplicates
         part.failures, part.applied = 0, step.read
@@ -368,7 +408,8 @@ class Worker:
             if gone is not None:
                 await self._apply(part, state, gone, asked)
                 self._telemetry.notes(part.number, self.tally)
-        await self._advance(part, state, (), end, asked)
+        for step in fold(state, (), end=end, nonce=_nonce, tally=self.tally):
+            await self._apply(part, state, step, asked)
 
     async def _commit(self) -> None:
         moved = {
@@ -433,9 +474,15 @@ class Worker:
                 self._telemetry.blocked(part.number, str(error), wait)
             case _:
                 self._telemetry.defect(part.number, error, wait)
-        if not self.readable():
-            self._readable.clear()
+        self._tell_readable()
         self.changed.set()
+
+    def _tell_readable(self) -> None:
+        """Wake or hold whoever fetches."""
+        if self.readable():
+            self._readable.set()
+        else:
+            self._readable.clear()
 
     def _waiting(self) -> list[_Partition]:
         now = self._now()

@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import ModuleType
 from typing import Any, Protocol
 
+import msgspec
+
 import kvledger_index
 from kvledger_index.blockkeys import SEGMENT_STRIDES
 from kvledger_index.contract import IndexReader, IndexWriter
@@ -18,7 +20,21 @@ from kvledger_index.keyspace import Keyspace
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import MEDIA, Medium
 from kvledger_index.reader import RedisReader
-from kvledger_index.units import NEVER, Bind, Card, Now, Op, Outcome, Put, RankUnit, Stamp, Step
+from kvledger_index.units import (
+    NEVER,
+    STEP_OPS_MAX,
+    Bind,
+    Card,
+    Now,
+    Op,
+    Outcome,
+    Piece,
+    Put,
+    RankUnit,
+    Stamp,
+    Step,
+    piece_of,
+)
 from kvledger_index.views import Catalogue, Reading
 from kvledger_index.writer import RedisWriter
 
@@ -213,20 +229,36 @@ class Fold:
         }
         return Step(partition=self.partition, units=units, **facts | changes)
 
+    def pieces(self, unit: RankUnit, *sizes: int) -> list[Step]:
+        """A unit in pieces of so many ops, and one of what is left."""
+        whole, token = self.step(unit), next(self._nonces).to_bytes(16, "big")
+        ends = list(itertools.accumulate(sizes))
+        steps = []
+        for number, (start, end) in enumerate(itertools.pairwise((0, *ends))):
+            nonce = next(self._nonces).to_bytes(16, "big")
+            steps.append(piece_of(whole, unit.ops[start:end], number, token, nonce))
+        rest = msgspec.structs.replace(unit, ops=unit.ops[ends[-1] :])
+        return [*steps, msgspec.structs.replace(whole, units=(rest,), piece=Piece(token, len(sizes), last=True))]
+
     async def apply(self, *units: RankUnit, **changes: Any) -> Outcome:
         return await self.send(self.step(*units, **changes))
 
     async def send(self, step: Step) -> Outcome:
         outcome = await self.writer.apply(step)
-        if outcome.verdict == "applied":
+        if outcome.verdict == "applied" and (step.piece is None or step.piece.last):
             self.restart = step.restart
             for unit in step.units:
                 self.stamps[unit.rank] = max(unit.after, self.stamps.get(unit.rank, NEVER))
         return outcome
 
     async def do(self, rank: str, *ops: Op, **changes: Any) -> Outcome:
-        """One step of one unit."""
-        return await self.apply(self.unit(rank, *ops, **changes))
+        """One step of one unit; in pieces where it is larger."""
+        unit = self.unit(rank, *ops, **changes)
+        sizes = [STEP_OPS_MAX] * ((len(ops) - 1) // STEP_OPS_MAX)
+        *firsts, last = self.pieces(unit, *sizes) if sizes else [self.step(unit)]
+        for step in firsts:
+            await self.send(step)
+        return await self.send(last)
 
     async def open(self, *ranks: str, **changes: Any) -> None:
         """New lives."""

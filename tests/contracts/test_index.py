@@ -20,6 +20,7 @@ from kvledger_index.units import (
     Clear,
     Drop,
     Now,
+    Piece,
     Progress,
     Put,
     Stamp,
@@ -470,6 +471,15 @@ def broken_steps() -> dict[str, Any]:
         "nonce": lambda f: f.step(nonce=b"short"),
         "units": lambda f: f.step(*(f.unit(f"r/{n}") for n in range(STEP_UNITS_MAX + 1))),
         "ops": lambda f: f.step(f.unit(A, *[good] * STEP_OPS_MAX), f.unit(B, good)),
+        "ops of one unit": lambda f: f.step(f.unit(A, *[good] * (STEP_OPS_MAX + 1))),
+        "ops of a piece": lambda f: f.pieces(f.unit(A, *[good] * (STEP_OPS_MAX + 2)), STEP_OPS_MAX + 1)[0],
+        "a piece of two": lambda f: f.step(f.unit(A, good), f.unit(B, good), piece=Piece(bytes(16), 0, last=True)),
+        "token": lambda f: f.step(f.unit(A, good), piece=Piece(b"short", 0, last=True)),
+        "number of a piece": lambda f: f.step(f.unit(A, good), piece=Piece(bytes(16), 2**32, last=True)),
+        "a piece that is not under way": lambda f: f.step(f.unit(A, good), piece=Piece(bytes(16), 0, last=False)),
+        "a piece that leaves the stamp": lambda f: f.step(
+            f.unit(A, Drop(), before=f.stamps[A], after=f.stamps[A]), piece=Piece(bytes(16), 0, last=True)
+        ),
         "rank": lambda f: f.step(f.unit("replica-a")),
         "stamp": lambda f: f.step(f.unit(A, before=Stamp(1, 1, 1, 1), after=Stamp(1, 1, 1, 0))),
         "blocks without a stamp": lambda f: f.step(f.unit(A, put(PATH), before=f.stamps[A], after=f.stamps[A])),
@@ -502,16 +512,6 @@ async def test_a_step_out_of_bounds_is_the_caller_s_fault_and_changes_nothing(
         await pair.writer.apply(broken_steps()[what](fold))
 
     assert await everything(pair) == before
-
-
-async def test_a_unit_of_many_changes_goes_through_whole(pair: Pair, fold: Fold) -> None:
-    """One event of an engine may store or clear all its blocks; a unit is never split."""
-    paths = [range(base, base + 16) for base in range(0, 16 * (STEP_OPS_MAX + 500), 16)]
-    await fold.do(A, Bind(), *(put(path) for path in paths))
-    assert len(await claims(pair.reader)) == 16 * (STEP_OPS_MAX + 500)
-
-    await fold.do(A, *(take(path) for path in paths[1:]))
-    assert await claims(pair.reader) == {((A, "gpu", 0), key) for key in paths[0]}
 
 
 async def test_a_step_of_many_ranks_goes_through(pair: Pair, fold: Fold) -> None:

@@ -144,6 +144,30 @@ class IndexMachine(RuleBasedStateMachine):
         )
         self._send(self.fold.step(first, second))
 
+    @rule(data=st.data(), rank=st.sampled_from(RANKS))
+    def change_in_pieces(self, data: st.DataObject, rank: str) -> None:
+        """Perhaps begun by a worker that is lost, and whose next piece comes late, by another from the start."""
+        changes: tuple[Op, ...] = (Bind(), Clear("gpu"), Clear("cpu"), Drop())
+        mixed: st.SearchStrategy[Op] = self._puts() | self._puts() | st.sampled_from(changes)
+        unit = self.fold.unit(rank, *data.draw(st.lists(mixed, min_size=2, max_size=8)))
+        sizes = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+        lost, steps = (self.fold.pieces(unit, *data.draw(sizes)) for _ in range(2))
+        begun = data.draw(st.integers(0, len(lost) - 1))
+        late = data.draw(st.integers(0, len(steps) - 1))
+        for step in lost[:begun]:
+            assert self.run(self.fold.send(step)).verdict == "applied"
+            self._under_way(rank)
+        for number, step in enumerate(steps[:-1]):
+            assert self.run(self.fold.send(step)).verdict == "applied"
+            self._under_way(rank)
+            if begun and number == late:
+                assert self.run(self.fold.send(lost[begun])).verdict == "refused"
+        self._send(self.fold.step(unit), steps[-1])
+
+    def _under_way(self, rank: str) -> None:
+        catalogue = self.run(self.pair.reader.catalogue(MODEL))
+        assert self.run(self.pair.reader.read(catalogue, MODEL, [])).pulses[rank].now.underway
+
     def _puts(self) -> st.SearchStrategy[Put]:
         return st.builds(
             self._put,
@@ -165,8 +189,9 @@ class IndexMachine(RuleBasedStateMachine):
         unit = self.fold.unit(rank, Bind())
         self._send(self.fold.step(unit))
 
-    def _send(self, step: Step) -> None:
-        outcome = self.run(self.fold.send(step))
+    def _send(self, step: Step, last: Step | None = None) -> None:
+        """``last``: what is left to be sent of it, the last piece."""
+        outcome = self.run(self.fold.send(last or step))
         assert outcome.verdict == "applied", outcome
         assert outcome.applied == len(step.units)
         for unit in step.units:
@@ -310,6 +335,7 @@ def test_the_index_agrees_with_a_dict_after_every_step(
         ("dead = call('SISMEMBER', scrub_slots, slot) == 1", "dead = true"),
         ("side = call('EXISTS', name .. '/') == 1", ""),
         ("elseif below(stamp, args[i + 3]) then", "elseif false then"),
+        ("and call('GET', unit) ~= sub(piece, 1, 20) then", "and false then"),
     ],
 )
 def test_a_broken_function_is_found_out(

@@ -14,7 +14,7 @@ from kvledger_index.blockkeys import SEGMENT_STRIDES, Extra, prompt_keys
 from kvledger_index.contract import IndexWriter
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec, Medium, lane_code
-from kvledger_index.units import NEVER, Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step
+from kvledger_index.units import NEVER, Bind, Card, Clear, Drop, Now, Op, Put, RankUnit, Stamp, Step, piece_of
 from kvledger_router import Holder, Index, Match
 
 MODEL = "gemma-3-1b-it"
@@ -177,23 +177,39 @@ class Fleet:
         after = Stamp(7, 7, 1, before.n + 1)
         counts: dict[str, Any] = {"unplaced": unplaced, "opaque": opaque, "silent": silent, "veiled": veiled}
         now = Now(*after, seq=after.n if seq is None else seq, unproven_ms=unproven_ms, **counts)
+        await self._send((self._unit(name, before, now, ops, card),), at_end=at_end)
+        self._stamps[name] = after
+
+    async def begin(self, name: str) -> None:
+        """The first piece of a unit that is larger than a step."""
+        before = self._stamps[name]
+        unit = self._unit(name, before, Now(*before[:3], before.n + 1, before.n), (), None)
+        step = self._step((unit,), at_end=False)
+        outcome = await self.writer.apply(piece_of(step, (), 0, bytes(16), step.nonce))
+        assert outcome.verdict == "applied", outcome
+
+    def _unit(self, name: str, before: Stamp, now: Now, ops: tuple[Op, ...], card: Card | None) -> RankUnit:
         self.log_ms += 1
-        unit = RankUnit(
+        return RankUnit(
             rank=name,
             model=self.model,
             before=before,
-            after=after,
+            after=Stamp(now.owner, now.life_owner, now.life_count, now.n),
             ops=ops,
             now=now,
             state=b"",
             card=card,
             broker_ms=self.log_ms,
         )
-        await self._send((unit,), at_end=at_end)
-        self._stamps[name] = after
 
     async def _send(self, units: tuple[RankUnit, ...], *, at_end: bool, read: int | None = None) -> None:
-        step = Step(
+        step = self._step(units, at_end=at_end, read=read)
+        outcome = await self.writer.apply(step)
+        assert outcome.verdict == "applied", outcome
+        self._restart += 1
+
+    def _step(self, units: tuple[RankUnit, ...], *, at_end: bool, read: int | None = None) -> Step:
+        return Step(
             partition=self.partition,
             topic_id="topic",
             restart_before=self._restart,
@@ -204,9 +220,6 @@ class Fleet:
             broker_ms=self.log_ms,
             nonce=next(self._nonces).to_bytes(16, "big"),
         )
-        outcome = await self.writer.apply(step)
-        assert outcome.verdict == "applied", outcome
-        self._restart += 1
 
 
 @dataclass

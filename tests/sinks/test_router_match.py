@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from router_fleet import FULL, MODEL, PROMPT, STRIDE, WINDOW, Fleet, World, new_world, only, prompt
 
@@ -493,3 +494,24 @@ async def test_ranks_of_another_stride_are_looked_up_by_their_own_keys(world: Wo
         ("pod-a", 160, "exact"),
         ("pod-b", 96, "exact"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("knows", "reason"),
+    [(True, "moving: a batch too large for one step"), (False, "its engine lives, but its picture was")],
+)
+async def test_a_rank_whose_batch_is_half_written_is_stale_and_says_so(world: World, knows: bool, reason: str) -> None:
+    """Also to a router that was built before there were pieces: it goes by the age of the last proof."""
+    await world.fleet.open("pod-a/0")
+    await world.fleet.open("pod-b/0")
+    await world.fleet.begin("pod-a/0")
+    if not knows:
+        heard, now = world.memory._store.now[MODEL]["pod-a/0"]
+        world.memory._store.now[MODEL]["pod-a/0"] = (heard, msgspec.structs.replace(now, underway=False))
+    match = await world.index.match(PROMPT)
+    half, whole = match.of("pod-a"), match.of("pod-b")
+
+    assert half is not None
+    assert whole is not None
+    assert (half.status, half.trusted, whole.status) == ("stale", False, "exact")
+    assert half.reason.startswith(reason)

@@ -459,6 +459,10 @@ async def test_the_canonical_line_tells_where_the_worker_stands() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 100_000))
 async def test_no_mixture_of_faults_leaves_anything_but_the_truth(seed: int) -> None:
+    await everything_at_once(seed)
+
+
+async def everything_at_once(seed: int) -> None:
     """Two workers that both believe to own everything, calls lost before and after, rollbacks, flushes, rebalances."""
     rnd = random.Random(seed)
     kafka, index = Kafka(), Faulty(MemoryIndex())

@@ -15,9 +15,9 @@ from test_accept_checkpoints import checkpointed_log
 from test_fold_properties import assigned, batches, claims
 
 from kvledger_index.memory import MemoryIndex
-from kvledger_index.units import STEP_OPS_MAX, UNIT_OPS_MAX, Bind, Drop, Put
+from kvledger_index.units import Bind, Drop, Put
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import Tally, fold
+from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, Tally, fold
 from kvledger_streams.ops import ops_of
 from kvledger_wire import records as wire
 from kvledger_wire.accept import RankState, accept
@@ -110,7 +110,7 @@ def test_a_hole_before_a_checkpoint_is_told_and_healed() -> None:
 
 
 def test_parts_of_any_size_that_bridges_write_fit_into_steps() -> None:
-    """No checkpoint part of 512 KiB makes more ops than a unit may have, and it is not put into a step with others."""
+    """No checkpoint part of 512 KiB makes more ops than a unit may have, and no piece holds anything beside it."""
     names = b"".join((j + 1).to_bytes(8, "big") for j in range(PART_BYTES_MAX // 8))
     rank, log = opened_rank()
     rank.beat()
@@ -120,8 +120,10 @@ def test_parts_of_any_size_that_bridges_write_fit_into_steps() -> None:
     assert len(log[2][1] or b"") >= PART_BYTES_MAX
     steps = steps_of(log[2:], start=2)
 
-    assert [len(step.units) for step in steps] == [1, 1]
-    assert STEP_OPS_MAX < len(steps[0].units[0].ops) <= UNIT_OPS_MAX
+    assert {len(step.units) for step in steps} == {1}
+    assert [step.piece is not None and step.piece.last for step in steps] == [False] * (len(steps) - 2) + [True, False]
+    assert max(len(step.units[0].ops) for step in steps) == PIECE_OPS_MAX
+    assert PIECE_OPS_MAX * 2 < sum(len(step.units[0].ops) for step in steps[:-1]) <= UNIT_OPS_MAX
 
 
 def test_runs_take_more_bytes_than_hashes() -> None:

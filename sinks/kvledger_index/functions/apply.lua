@@ -1,18 +1,20 @@
--- Apply a step: units of one partition in log order and its progress, all or nothing.
+-- Apply a step: units of one partition in log order and its progress, all or nothing; or a piece of a larger unit.
 --
 -- KEYS     1 the prefix of the namespace and shard
 -- ARGV     1 partition (decimal) · 2 topic id · 3 restart offset expected (8 bytes) · 4 restart and read offset (16 bytes)
 --          5 '1' at the log's end, else '0' · 6 newest log time (8 bytes) · 7 catalogue version to give (16 bytes)
 --          8 new slots needed at most (decimal) · 9 the stamp below all others (32 bytes)
+--          10 '' or, where the only unit is a piece: token (16 bytes), number (u32le), 1 the last, else 0
 --          then per unit: rank · model · stamp before · stamp after · moving part · state · card, '' (unchanged) or '-'
 --          (the rank leaves the catalogue) · ops
+--          a piece before the last leaves stamp, state and card alone: it changes blocks, slots and the moving part
 --          ops: 'B' new life | 'C' medium | 'D' unload | 'R' row (8), puts (u32le), then per put: 1 add or 0 remove,
 --          medium, lane, position, n (a byte each), mask u16le, parent (8), n x key (8)
--- returns  {1, applied, duplicates} | {0, 'partition'} | {0, 'progress', topic id, restart} | {0, 'rank', rank, stamp};
---          nothing was written where the first is 0
+-- returns  {1, applied, duplicates} | {0, 'partition'} | {0, 'progress', topic id, restart} | {0, 'rank', rank, stamp}
+--          | {0, 'piece', rank}; nothing was written where the first is 0
 -- cost     O(units + ops), no key is scanned; see rows.lua for a put
 
-local HEAD, UNIT = 9, 8
+local HEAD, UNIT = 10, 8
 local STAMP, SLOTS, RANK_HEAD = 32, 16, 50
 local NO_SLOTS = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 local SLOT_MAX = 4294967295
@@ -115,15 +117,15 @@ local function renew_versions(pre, touched, version)
   end
 end
 
--- one unit at args[i]; `value` is the rank's stored value; returns the new one
-local function apply_unit(pre, partition, value, args, i, touched)
+-- one unit at args[i]; `value` is the rank's stored value; returns the new one, with this stamp and state
+local function apply_unit(pre, partition, value, args, i, touched, stamp, state)
   local rank, model, card = args[i], args[i + 1], args[i + 6]
   local before, old_model = split_rank(value)
   local slots = run_ops(pre, before, args[i + 7])
   if old_model and old_model ~= model then leave(pre, partition, rank, old_model, touched) end
   if card == '-' then
     leave(pre, partition, rank, model, touched)
-    return args[i + 3] .. slots .. pack('<I2', #model) .. model .. args[i + 5]
+    return stamp .. slots .. pack('<I2', #model) .. model .. state
   end
   local cat = pre .. 'cat:' .. model
   if card ~= '' then
@@ -136,7 +138,16 @@ local function apply_unit(pre, partition, value, args, i, touched)
   end
   -- readers see by `t` whether anything of the model changed while they read
   call('HSET', pre .. 'now:' .. model, rank, args[i + 4], 't', args[7])
-  return args[i + 3] .. slots .. pack('<I2', #model) .. model .. args[i + 5]
+  return stamp .. slots .. pack('<I2', #model) .. model .. state
+end
+
+-- a piece before the last: the rank's stored stamp and state stay
+local function apply_piece(pre, partition, ranks, value, args, touched)
+  local i = HEAD + 1
+  local _, model = split_rank(value)
+  local state = model and sub(value, RANK_HEAD + #model + 1) or ''
+  call('HSET', ranks, args[i], apply_unit(pre, partition, value, args, i, touched, args[i + 2], state))
+  renew_versions(pre, touched, args[7])
 end
 
 -- which units follow what is stored: {index...}, values by rank; or nil and the refusal
@@ -174,9 +185,21 @@ local function apply(keys, args)
   local due, values = verify(ranks, args)
   if not due then return values end
   local partition, touched = pack('<I4', p), {}
+  local piece, unit = args[10], pre .. 'unit:' .. p
+  if piece ~= '' and #due > 0 and sub(piece, 17, 20) ~= '\0\0\0\0' and call('GET', unit) ~= sub(piece, 1, 20) then
+    return { 0, 'piece', args[HEAD + 1] }
+  end
+  if sub(piece, 21) == '\0' then
+    if #due > 0 then
+      apply_piece(pre, partition, ranks, values[args[HEAD + 1]], args, touched)
+      call('SET', unit, sub(piece, 1, 16) .. pack('<I4', unpack_bytes('<I4', piece, 17) + 1))
+    end
+    return { 1, 0, 0 }
+  end
+  if #due > 0 then call('DEL', unit) end
   for k = 1, #due do
     local i = due[k]
-    local value = apply_unit(pre, partition, values[args[i]], args, i, touched)
+    local value = apply_unit(pre, partition, values[args[i]], args, i, touched, args[i + 3], args[i + 5])
     values[args[i]] = value
     call('HSET', ranks, args[i], value)
   end

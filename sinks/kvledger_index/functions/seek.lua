@@ -10,6 +10,7 @@ local function seek(keys, args)
   enter()
   local pre, parts, p = keys[1], keys[1] .. 'parts', args[1]
   local stored = call('HGET', parts, p)
+  call('DEL', pre .. 'unit:' .. p) -- whoever is in the middle of a unit has lost the partition, or begins again
   local same = stored and sub(stored, 49) == args[2]
   if args[5] == '1' then
     local ranks, touched, partition = pre .. 'ranks:' .. p, {}, pack('<I4', p)

@@ -167,12 +167,12 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def kafka_broker() -> Iterator[Callable[[], LocalKafka]]:
+def kafka_broker() -> Iterator[Callable[..., LocalKafka]]:
     """A factory for private brokers that a test may kill and start again; each costs about 4 s."""
     with Stack(environment=ENVIRONMENT, local=True) as private:
 
-        def factory() -> LocalKafka:
-            broker = private.new_kafka(f"kafka-{next(_numbers)}")
+        def factory(advertised: str | None = None) -> LocalKafka:
+            broker = private.new_kafka(f"kafka-{next(_numbers)}", advertised=advertised)
             broker.start()
             return broker
 

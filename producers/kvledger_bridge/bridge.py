@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvledger_bridge.attention import Attention
 from kvledger_bridge.commands import (
     Announce,
     AskProcess,
@@ -152,6 +153,7 @@ class Bridge:
         self._seats: list[_Seat] = []
         self._by_who: dict[tuple[str, int], _Seat] = {}
         self._first = self._loads = 0
+        self._attention = Attention()
         self._look_at = 0.0
         self._stalled_at: float | None = None
         self._reported_at = 0.0
@@ -204,7 +206,7 @@ class Bridge:
     # ---- the loop
 
     def _checked_publisher(self) -> Publisher:
-        publisher = Publisher(self.settings, self.telemetry, name=self.name)
+        publisher = Publisher(self.settings, self.telemetry, name=self.name, clock=self._clock)
         partitions = publisher.check()
         self.telemetry.started(
             bridge=self.name, kafka=self.settings.kafka, partitions=partitions, ranks=len(self._ranks)
@@ -269,13 +271,17 @@ class Bridge:
         stalled = self._is_stalled(publisher, now)
         self._restore(shell, now)
         self._checkpoint(publisher, now)
+        before = self._clock()
         ready = set() if stalled else shell.sockets.wait(self._patience(shell.restorer))
         now = self._clock()
+        moment = self._attention.looked(before, now)
         self._loads = sum(seat.session.loading for seat in self._seats)
         for seat in self._in_turn():
             self._take_identity(seat)
             if seat.link in ready or stalled:
-                self._pump(seat, stalled=stalled)
+                self._pump(seat, moment, stalled=stalled)
+            elif moment is not None:
+                seat.link.rest(seat.session, moment)
             seat.link.tick(seat.session, now)
             if not stalled:
                 self._step(seat, now, shell)
@@ -385,9 +391,9 @@ class Bridge:
         self._first = (self._first + 1) % max(1, count)
         return (self._seats[(self._first + i) % count] for i in range(count))
 
-    def _pump(self, seat: _Seat, *, stalled: bool) -> None:
+    def _pump(self, seat: _Seat, moment: float | None, *, stalled: bool) -> None:
         live, replay = (0, 0) if stalled else (self.settings.turn_live_max, self.settings.turn_replay_max)
-        seat.link.pump(seat.session, live_max=live, replay_max=replay)
+        seat.link.pump(seat.session, live_max=live, replay_max=replay, moment=moment)
         if seat.link.failed:
             self.telemetry.data_failed(seat.name, seat.config.endpoints.data)
 
@@ -405,7 +411,7 @@ class Bridge:
         publisher = shell.publisher
         match command:
             case Write(group=group, record=record):
-                size = publisher.write(seat.who, group, record)
+                size = publisher.write(seat.who, group, record, known=seat.session.known)
                 if isinstance(record, Checkpoint):
                     seat.schedule.wrote(size, first=record.part == 0)
                 self._tell(seat, record)

@@ -38,6 +38,7 @@ from kvledger_bridge.inbox import Inbox
 from kvledger_bridge.lifelog import digest_of
 from kvledger_bridge.snapshot import Part, parts
 from kvledger_bridge.tenure import Tenure
+from kvledger_bridge.whole import Whole
 from kvledger_index.model import ModelEntry
 from kvledger_wire.records import LIVE, REPLAYED
 
@@ -71,6 +72,8 @@ class Session(Tenure):
         self._answers = Inbox(messages_max=bounds.replay_batches_max, bytes_max=bounds.replay_bytes_max)
         # the present connection
         self._sewn, self._stale = False, True
+        self._followed = False  # a live batch that follows was applied
+        self._whole = Whole()
         self._seen: dict[int, bytes] = {}
         self._identity: str | None = None
         self._identity_read = self._identity_asked = False
@@ -108,13 +111,18 @@ class Session(Tenure):
         """A message that is none: counted, never fatal."""
         self.counts.malformed += 1
 
+    def drained(self, moment: float) -> None:
+        """The live socket held nothing more that was sent before this moment; after what it held was handed over."""
+        if not self._stale:
+            self._whole.drained(moment)
+
     def connected(self) -> None:
         """The live socket has a peer. What it sends counts only once the seam is closed."""
         if self.attached:
             self.disconnected()  # a second publisher on one address: nothing tells their batches apart
         if self._stale:
             return
-        self.attached, self._sewn = True, False
+        self.attached, self._sewn, self._followed = True, False, False
         if self.rank.replay:
             self._live.clear()  # replay brings it; without a replay endpoint it may be the start of a life
         self._forget_identity()
@@ -170,6 +178,11 @@ class Session(Tenure):
         return not self._answers.full
 
     @property
+    def known(self) -> float | None:
+        """Up to when all that the engine sent is in what was written: of a record of the last step. None: never."""
+        return self._whole.known
+
+    @property
     def loading(self) -> bool:
         """Whether a whole replay buffer is being read."""
         return self._ask is not None and self._ask.load
@@ -203,6 +216,7 @@ class Session(Tenure):
             # an answer is not late because nobody was looking
             self._ask.fresh, self._ask.heard_at = False, now
         self._now = now
+        before = (self.life, self._log.n)
         if self.phase is Phase.CLAIMING:
             self._claim()
         elif self.phase in OWNING:
@@ -211,10 +225,22 @@ class Session(Tenure):
                 self._take_live(left)
             self._watch_answer()
             self._request(may_load=may_load)
+        if self._whole.look(whole=self._is_whole(), wrote=before != (self.life, self._log.n)):
+            self._log.beat()
         out = list(self._out)
         self._out.clear()
         self._stale = False
         return out
+
+    def _is_whole(self) -> bool:
+        """Whether all that was read is applied, and nothing is known to be missing. Without a replay endpoint only a
+        batch that follows says that none was lost before it.
+        """
+        if self.phase is not Phase.FOLLOWING or self._live or self._answers or self._again:
+            return False
+        if not self.rank.replay:
+            return self._followed
+        return self._ask is None or self._ask.probe
 
     def _quit(self) -> None:
         self._live.clear()
@@ -385,6 +411,7 @@ class Session(Tenure):
                 self._overlap(seq, payload)
                 continue
             left -= 1
+            self._followed = True
             self.counts.live += 1
             self._probe_at = self._now + self._limits.idle_probe_seconds
             self._alive_at = self._now + self._limits.alive_seconds
@@ -405,6 +432,7 @@ class Session(Tenure):
             return
         seq, payload = self._live.pop()
         self._open(seq, digest_of(payload), partial=True, why=f"{self._why}; the first live batch is {seq}")
+        self._followed = True
 
     def _overlap(self, seq: int, payload: bytes) -> None:
         """A sequence that is covered already: a duplicate, unless its bytes are known to be others."""

@@ -8,11 +8,13 @@ the caller stops reading engines. All methods but ``check`` and ``stop`` return 
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, Producer
 
 from kvledger_bridge.errors import InvalidConfig
 from kvledger_bridge.lease import Leases
@@ -22,6 +24,7 @@ from kvledger_bridge.telemetry import Telemetry
 from kvledger_bridge.topics import Topics
 from kvledger_bridge.unit import RECORD_BYTES_MAX
 from kvledger_bridge.watch import ForeignClaim, Watch, Who
+from kvledger_wire.known import LogClock, header
 from kvledger_wire.partition import (
     RANK_WIDE,
     claim_key,
@@ -63,7 +66,12 @@ class Delivery(NamedTuple):
 class Publisher:
     """Kafka as one bridge uses it. Make it in the thread that uses it: its client does not survive a fork."""
 
-    def __init__(self, settings: Settings, telemetry: Telemetry, *, name: str) -> None:
+    def __init__(
+        self, settings: Settings, telemetry: Telemetry, *, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._clocks: defaultdict[int, LogClock] = defaultdict(LogClock)
+        """Of the event topic's partitions: brokers that lead them say when they appended what was sent."""
         self._settings = settings
         self._telemetry = telemetry
         self._name = name
@@ -160,13 +168,18 @@ class Publisher:
         """How long the event topic keeps records; infinite where it does for ever."""
         return self._topics.retention_seconds if self._topics is not None else float("inf")
 
-    def write(self, who: Who, group: int | str | None, record: EventRecord) -> int:
-        """Produce to the rank's partition; what becomes of it comes with ``serve``. Returns its bytes."""
+    def write(self, who: Who, group: int | str | None, record: EventRecord, *, known: float | None) -> int:
+        """Produce to the rank's partition; what becomes of it comes with ``serve``. Returns its bytes.
+
+        ``known``: the moment up to which all that the engine sent is in the rank's log with this record.
+        """
         key, value = record_key(*who, group), encode(record)
         partition = partition_of(*who, self._partitions)
         self._events += 1
         self._event_bytes += len(value)
-        self._produce(self._settings.events_topic, partition, key, value, self._reporter(who, record))
+        known_ms = None if known is None else self._clocks[partition].at(known)
+        report = self._reporter(who, record, clock=self._clocks[partition])
+        self._produce((self._settings.events_topic, partition), key, value, report, headers=[header(known_ms)])
         return len(value)
 
     def announce(self, who: Who, record: ReplicaRecord) -> None:
@@ -178,7 +191,7 @@ class Publisher:
                 key = restoring_key(*who, owner)
             case _:
                 key = claim_key(*who)
-        self._produce(self._settings.replicas_topic, 0, key, encode(record), self._reporter(who, record))
+        self._produce((self._settings.replicas_topic, 0), key, encode(record), self._reporter(who, record))
 
     def forget(self, who: Who, below: int) -> None:
         """Take back the pointers of a rank's owners below, and what they and we said of restoring: a tombstone each."""
@@ -187,7 +200,7 @@ class Publisher:
         stale = [pointer_key(*who, owner) for owner in self._watch.table.owners(*who) if owner < below]
         stale += [restoring_key(*who, owner) for owner in self._watch.restoring.get(who, ()) if owner <= below]
         for key in stale:
-            self._produce(self._settings.replicas_topic, 0, key, None, None)
+            self._produce((self._settings.replicas_topic, 0), key, None, None)
 
     def dead_letter(
         self, who: Who, *, owner: int, seq: int, reason: str, digest: bytes, raw: bytes, now: float
@@ -202,7 +215,7 @@ class Publisher:
         self._letters -= 1.0
         keep = raw[:RECORD_BYTES_MAX] if self._settings.dead_letter_raw else b""
         record = Unreadable(SCHEMA, owner, seq, reason, len(raw), digest, keep)
-        self._produce(self._settings.dead_letter_topic, 0, record_key(*who, RANK_WIDE), encode(record), None)
+        self._produce((self._settings.dead_letter_topic, 0), record_key(*who, RANK_WIDE), encode(record), None)
 
     # ---- reading what came back
 
@@ -278,11 +291,11 @@ class Publisher:
 
     def _produce(
         self,
-        topic: str,
-        partition: int,
+        place: tuple[str, int],
         key: bytes,
         value: bytes | None,
         report: Callable[[int, Any, Any], None] | None,
+        headers: list[tuple[str, bytes]] | None = None,
     ) -> None:
         size = len(key) + len(value or b"")
         self._telemetry.counters.records += 1
@@ -291,14 +304,22 @@ class Publisher:
         self._bytes += size
         done = partial(self._delivered, self._generation, size, report)
         try:
-            self._producer.produce(topic, value, key, partition, on_delivery=done)
+            topic, partition = place
+            self._producer.produce(topic, value, key, partition, on_delivery=done, headers=headers)
         except (BufferError, KafkaException) as error:
             # above our own bounds, or fatal: this record is lost, which its rank has to know
             done(error.args[0] if isinstance(error, KafkaException) else error, None)
 
-    def _reporter(self, who: Who, record: EventRecord | ReplicaRecord) -> Callable[[int, Any, Any], None]:
+    def _reporter(
+        self, who: Who, record: EventRecord | ReplicaRecord, clock: LogClock | None = None
+    ) -> Callable[[int, Any, Any], None]:
+        sent = self._clock()
+
         def report(_generation: int, error: Any, message: Any) -> None:
             if error is None:
+                kind, log_ms = message.timestamp()
+                if clock is not None and kind == TIMESTAMP_LOG_APPEND_TIME:
+                    clock.appended(log_ms, after=sent, before=self._clock())
                 self._done.append(Delivery(who, record, int(message.offset()), ""))
             else:
                 self._done.append(Delivery(who, record, -1, _name(error)))

@@ -64,6 +64,9 @@ class Sink(Protocol):
     def live(self, seq: int, payload: bytes) -> None:
         """A live batch."""
 
+    def drained(self, moment: float) -> None:
+        """The live socket holds nothing more that was sent before this moment."""
+
     def replayed(self, seq: int, payload: bytes) -> None:
         """A replayed batch."""
 
@@ -227,13 +230,19 @@ class Link:
         """Whether the live socket could not be opened; it is tried again."""
         return self._failed
 
-    def pump(self, sink: Sink, *, live_max: int, replay_max: int) -> None:
-        """Hand over what is there, in the order that makes restarts visible; bounded by the two counts.
+    def rest(self, sink: Sink, moment: float) -> None:
+        """The poller had nothing of this link at that moment."""
+        if self._watched:
+            sink.drained(moment)
+
+    def pump(self, sink: Sink, *, live_max: int, replay_max: int, moment: float | None) -> None:
+        """Hand over what is there, in the order that makes restarts visible; bounded by the two counts. ``moment``: a
+        live socket that is empty had nothing then; None: that cannot be told.
 
         Frames first, then the monitor: a disconnect that happened before the last frame was read is seen. What SUB
         still had queued then is thrown away, so nothing of a dead connection is read after the event.
         """
-        self._read_live(sink, live_max)
+        self._read_live(sink, live_max, moment)
         self._read_replay(sink, replay_max)
         for event in self._events():
             if event == zmq.EVENT_DISCONNECTED:
@@ -256,7 +265,7 @@ class Link:
         else:
             self._poller.remove(self._data)
 
-    def _read_live(self, sink: Sink, left: int) -> None:
+    def _read_live(self, sink: Sink, left: int, moment: float | None) -> None:
         if self._data is None:
             return
         while left > 0 and sink.wants_live:
@@ -264,6 +273,8 @@ class Link:
             try:
                 message = parse_live(self._data.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
+                if moment is not None:
+                    sink.drained(moment)
                 return
             if message is None:
                 sink.malformed()

@@ -187,7 +187,8 @@ class Step(msgspec.Struct, frozen=True):
     """One call: the units of one partition in log order, and its progress, all or nothing.
 
     ``restart_before`` and ``topic_id`` must equal what is stored, else the call is refused. ``at_end`` says that the
-    worker stands at the log's end, which stamps ``alive``. ``broker_ms`` is the newest log time seen in the partition.
+    worker stands at the log's end, which stamps ``alive``. ``broker_ms`` is the log's time as it is applied, at least:
+    that of the newest record, later where the writer knows that time went on.
     """
 
     partition: int

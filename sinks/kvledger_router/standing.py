@@ -41,6 +41,9 @@ MOVED = "moved: its cache changed while it was read"
 
 UNDERWAY = "moving: a batch too large for one step is being written, and a part of it is in the index"
 
+NEVER_PROVEN_MS = 10 * 365 * 86_400_000
+"""An age of a picture that means none: log times count from 1970."""
+
 FRESH_SECONDS_MAX_DEFAULT = 3.0
 LEASE_SECONDS_DEFAULT = 15.0
 
@@ -109,8 +112,9 @@ def _liveness(pulse: Pulse, partition: PartitionView | None, time_ms: int, limit
     if age > limits.fresh_seconds_max:
         yield Note("stale", f"last heard of {age:.1f} s ago, more than {limits.fresh_seconds_max:g} s")
     elif proven > limits.fresh_seconds_max and not pulse.now.underway:
-        since = f"last known to be complete {proven:.1f} s ago"
-        yield Note("stale", f"its engine lives, but its picture was {since}, more than {limits.fresh_seconds_max:g} s")
+        never = pulse.now.unproven_ms >= NEVER_PROVEN_MS
+        since = "not yet known to be complete" if never else f"last known to be complete {proven:.1f} s ago"
+        yield Note("stale", f"it is heard of, but its picture was {since}")
 
 
 def age_seconds(pulse: Pulse, time_ms: int) -> float:

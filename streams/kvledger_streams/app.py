@@ -151,15 +151,16 @@ class FoldThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust 
         self.epochs[tp] = next(self._numbers)
         return self.epochs[tp]
 
-    def end_of(self, tp: TP, age_seconds_max: float) -> int | None:
-        """The log's end, if a broker said so when asked within the last ``age_seconds_max``."""
-        if time.monotonic() - self._asked.get(tp, NEVER) > age_seconds_max:
+    def end_of(self, tp: TP, age_seconds_max: float) -> tuple[int, float] | None:
+        """The log's end, and when a broker was asked that said so: within the last ``age_seconds_max``."""
+        asked = self._asked.get(tp, NEVER)
+        if time.monotonic() - asked > age_seconds_max:
             return None
         try:
             end = self._ensure_consumer().highwater(TopicPartition(*tp))
         except (AssertionError, IllegalStateError):  # aiokafka's words for "not assigned"
             return None
-        return None if end is None else int(end)
+        return None if end is None else (int(end), asked)
 
     async def commit_quietly(self, offsets: Mapping[TP, int]) -> None:
         """Commit for lag tools. Faust's own commit ends the process where a broker refuses."""
@@ -235,7 +236,7 @@ class _ThreadSource:
         """``Source.seek``."""
         return await self._thread.place(self._tp(partition), offset)
 
-    def end_of(self, partition: int) -> int | None:
+    def end_of(self, partition: int) -> tuple[int, float] | None:
         """``Source.end_of``."""
         return self._thread.end_of(self._tp(partition), self._settings.end_age_seconds_max)
 

@@ -1,6 +1,6 @@
 """The fold: what a partition's log does to the index (DESIGN §6). Pure: records in, compare-and-set steps out.
 
-    (offset, log time, key bytes, value bytes) ──decode──> record ──accept──> effects ──> ops of a rank's unit
+    (offset, log times, key bytes, value bytes) ──decode──> record ──accept──> effects ──> ops of a rank's unit
                                                                                              │
                        Step: units of many ranks, restart and read offset <── cut at limits ─┤
                        Steps of a piece each, of one unit that is larger than a step <───────┘
@@ -68,8 +68,8 @@ NOTES_MAX = 200
 STATE_VERSION = 2
 """Raise it when a rank's card comes out differently for the same state: stored cards are then written again."""
 
-LogRecord = tuple[int, int, bytes | None, bytes | None]
-"""(offset, log time in ms, key, value)."""
+LogRecord = tuple[int, int, bytes | None, bytes | None, int | None]
+"""(offset, log time in ms, key, value, up to which log time its picture is whole as ``known.known_of`` reads it)."""
 
 
 NoteKind = Literal["opened", "loaded", "unloaded", "unreadable_value", "unreadable_key", "misplaced", "forgotten"]
@@ -243,7 +243,7 @@ def fold(
     ``nonce`` gives 16 fresh random bytes. O(records + ops).
     """
     cut = _Cut(state, nonce, tally)
-    for offset, broker_ms, key, value in records:
+    for offset, broker_ms, key, value, known_ms in records:
         if offset < state.read:
             continue
         tally.records += 1
@@ -253,7 +253,7 @@ def fold(
             record = cut.read(offset, home, value)
             if cut.crowded(home, record):
                 yield cut.step(at_end=False)
-            cut.take(offset, broker_ms, home, record)
+            cut.take(offset, broker_ms, known_ms, home, record)
         state.read = offset + 1
         if cut.full:
             yield from cut.pieces()
@@ -401,7 +401,7 @@ class _Cut:
         size = size_of(record) + sum(size_of(each) for _, each in (rank.tail if rank else ()))
         return self._ops + size > OPS_PER_STEP_MAX
 
-    def take(self, offset: int, broker_ms: int, home: _Home, record: EventRecord | None) -> None:
+    def take(self, offset: int, broker_ms: int, known_ms: int | None, home: _Home, record: EventRecord | None) -> None:
         """One record: what it does goes to its rank's unit."""
         rank = self._state.ranks.get(home.rank)
         if rank is None:
@@ -421,7 +421,8 @@ class _Cut:
             making = self._making[home.rank] = _Making(before, seq)
         making.broker_ms = broker_ms
         if proves(record):
-            self._state.proven[home.rank] = broker_ms
+            # not by when it arrived: it may have waited, or come while more was still missing
+            self._state.proven[home.rank] = broker_ms if known_ms is None else max(0, min(known_ms, broker_ms))
         if isinstance(ops, list):
             self._add(making, ops)
         else:

@@ -28,6 +28,7 @@ from kvledger_streams.progress import Bounds, Plan, Starts, Topic, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_wire.errors import WrongTopic
+from kvledger_wire.known import LogClock, known_of
 
 COMMIT_SECONDS = 1.0
 """Between two commits of Kafka offsets. They serve lag tools only: nobody reads them back."""
@@ -58,6 +59,10 @@ class Fetched(Protocol):
     def value(self) -> bytes | None:
         """As it is on the topic."""
 
+    @property
+    def headers(self) -> Sequence[tuple[str, bytes | None]]:
+        """As they are on the topic."""
+
 
 class Batch(NamedTuple):
     """What one fetch brought of one partition. ``epoch`` names the seek that it follows, ``end`` the log end then.
@@ -78,8 +83,8 @@ class Source(Protocol):
     async def seek(self, partition: int, offset: int) -> int | None:
         """Read from ``offset`` on; returns the epoch of what comes then. None: the partition is not ours any more."""
 
-    def end_of(self, partition: int) -> int | None:
-        """The log's end as the broker last said; None where it did not lately."""
+    def end_of(self, partition: int) -> tuple[int, float] | None:
+        """The log's end as the broker last said, and when it was asked; None where it did not lately."""
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Store offsets for lag tools; best effort, never raises."""
@@ -109,8 +114,12 @@ class _Resync(Exception):
 class _Partition:
     """One assigned partition; ``state`` is None while it waits to be placed."""
 
-    def __init__(self, number: int, now: float) -> None:
+    def __init__(self, number: int, now: float, clock: LogClock) -> None:
         self.number = number
+        self.clock = clock
+        """What time it is by the log: how old a rank's last word is does not depend on how fast we read."""
+        self.end_seen: tuple[int, float] | None = None
+        """The log's end at some moment: what stands behind it was appended later."""
         self.state: PartitionState | None = None
         self.epoch = -1
         self.target = 0
@@ -141,6 +150,7 @@ class Worker:
         pointers: PointerSource,
         telemetry: Telemetry,
         now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.tally = Tally()
         self.changed = asyncio.Event()
@@ -151,6 +161,8 @@ class Worker:
         self._pointers = pointers
         self._telemetry = telemetry
         self._now = now
+        self._wall = wall
+        """Only a first guess of what time it is by the log."""
         self._source: Source | None = None
         self._partitions: dict[int, _Partition] = {}
         self._topic: Topic | None = None
@@ -174,8 +186,10 @@ class Worker:
 
     def assign(self, partitions: Iterable[int]) -> None:
         """These partitions are ours from here on, and no others; they are placed by the next turn."""
-        now = self._now()
-        self._partitions = {number: _Partition(number, now) for number in partitions}
+        now, wall_ms = self._now(), self._wall() * 1000
+        self._partitions = {
+            number: _Partition(number, now, LogClock(guess_ms=wall_ms, moment=now)) for number in partitions
+        }
         self._committed.clear()
         self._tell_readable()
         self.changed.set()
@@ -264,8 +278,12 @@ class Worker:
                 self._telemetry.counters.stale_batches += 1  # fetched before the last seek
                 return
             try:
+                self._tell_time(part, batch)
                 self._check_place(part, part.state, batch)
-                records = ((each.offset, each.timestamp, each.key, each.value) for each in batch.records)
+                records = (
+                    (each.offset, each.timestamp, each.key, each.value, known_of(each.headers))
+                    for each in batch.records
+                )
                 for step in fold(part.state, records, end=batch.end, nonce=_nonce, tally=self.tally):
                     if step.piece is not None and step.piece.number == 0:
                         yield
@@ -354,6 +372,13 @@ class Worker:
         bounds = (await self._log.bounds([number], topic))[number]
         return rebuild(bounds, why, starts)
 
+    def _tell_time(self, part: _Partition, batch: Batch) -> None:
+        """What its newest record says of the log's clock."""
+        newest = batch.records[-1]
+        after = part.end_seen[1] if part.end_seen is not None and newest.offset >= part.end_seen[0] else None
+        part.clock.appended(newest.timestamp, after=after, before=self._now())
+        part.end_seen = batch.end, batch.asked
+
     def _check_place(self, part: _Partition, state: PartitionState, batch: Batch) -> None:
         """Offsets of this log follow each other. A fetch that leaves some out is asked for again, once: the client may
         have dropped them on an error. What then still is missing the broker does not have; numbers tell what it was.
@@ -369,6 +394,9 @@ class Worker:
         """``asked``: since when the log's end is known. A process that was frozen knows it of long ago."""
         if step.at_end and self._now() - asked > self._settings.end_age_seconds_max:
             step = msgspec.structs.replace(step, at_end=False)
+        time_ms = part.clock.at(self._now())
+        if time_ms is not None and time_ms > step.broker_ms:  # what was read may have waited, for us or for nobody
+            step = msgspec.structs.replace(step, broker_ms=time_ms)
         async with self._turnstile:
             outcome = await self._writer.apply(step)
         if outcome.verdict == "refused":
@@ -389,11 +417,13 @@ class Worker:
         long silence forgotten.
         """
         for part in list(self._partitions.values()):
-            due = self._now() - part.stamped_at >= self._settings.alive_seconds
-            if part.state is None or not due or part.lock.locked() or self._stopping or self._source is None:
+            if part.state is None or part.lock.locked() or self._stopping or self._source is None:
                 continue
-            asked, end = self._now(), self._source.end_of(part.number)
-            if end is None or part.state.read < end:
+            asked, seen = self._now(), self._source.end_of(part.number)
+            if seen is None:
+                continue
+            part.end_seen, end = seen, seen[0]
+            if part.state.read < end or asked - part.stamped_at < self._settings.alive_seconds:
                 continue
             async with part.lock:
                 if part.state is not None:
@@ -518,7 +548,7 @@ class Worker:
             "reading": len(states),
             "caught_up": sum(part.caught_up and part.state is not None for part in self._partitions.values()),
             "ranks": sum(len(state.ranks) for state in states),
-            "lag": sum(max(0, end - state.read) for state, end in ends if end is not None),
+            "lag": sum(max(0, end[0] - state.read) for state, end in ends if end is not None),
             "dead_slots": self._dead_slots,
             "unfinished": max((state.read - state.restart for state in states), default=0),
         }

@@ -52,6 +52,9 @@ TRICKLE_SECONDS = 0.15
 LAG_TICK_SECONDS = 0.05
 """Coarse: what every short sleep takes longer than it should would add up."""
 
+NOWHERE = "127.0.0.1:9"
+"""Where a link leads until it is aimed."""
+
 TRUSTED = frozenset({"exact", "at_least"})
 
 
@@ -503,3 +506,51 @@ async def test_a_kafka_that_stands_still_loses_nothing_and_no_stale_answer_is_tr
     assert aged == [], "nothing is fresh that nobody has heard of for 3 s"
     assert log.count('"rank_gap"') == 0
     assert log.count('"rank_opened"') == 1, "the life goes on: nothing was lost"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_what_waited_for_kafka_is_not_taken_for_news(
+    kafka_broker: Any, redis_url: str, link: Callable[[str], Proxy]
+) -> None:
+    """An engine restarts while its bridge cannot say so, and what the bridge sent before arrives first.
+
+    engine    0 ... 99 | 100 ... 119, one every 0.15 s | new process: 0 1 2
+    bridge    ........ | in its queue                  | doubts, opens: in its queue, too | arrives, 0.4 s each way
+    answers   exact    | stale                                                            | never what the old one held
+    """
+    near = link(NOWHERE)
+    broker = kafka_broker(advertised=near.address)
+    near.aim(broker.bootstrap)
+    environment = dict(os.environ) | {"KVLEDGER_KAFKA": near.address, "KVLEDGER_REDIS": redis_url}
+    with Stack(environment=environment) as stack:
+        stack.start()
+        with Pipeline(stack) as pipeline:
+            await restart_while_kafka_is_away(pipeline, near, link)
+
+
+async def restart_while_kafka_is_away(pipeline: Pipeline, near: Proxy, link: Callable[[str], Proxy]) -> None:
+    meta, batches, oracle = recorded()
+    engine = Engine(pipeline, meta, link, replay=True)
+    empty = msgspec.msgpack.encode([0.0, [], 0])
+    async with following(pipeline, engine, oracle) as watch:
+        await engine.told([])
+        await engine.told(batches[:FIRST])
+        await watch.until(lambda holder: holder.status == "exact" and holder.hit_tokens > 0, "the old life is exact")
+        near.pause()
+        for batch in batches[FIRST : FIRST + 20]:
+            engine.publish([batch])
+            await asyncio.sleep(TRICKLE_SECONDS)
+        await asyncio.to_thread(engine.standin.restart)
+        restarted = time.monotonic()
+        for _ in range(3):
+            engine.standin.publish(empty)
+        await watch.until(lambda _: time.monotonic() > restarted + 5.0, "nothing of it arrives for 5 s")
+        near.latency(0.4)
+        near.resume()
+        await watch.until(lambda holder: holder.as_of == 2 and holder.hit_tokens == 0, "the new life is there")
+        near.latency(0.0)
+        await watch.until(lambda holder: holder.status == "exact" and holder.hit_tokens == 0, "and exact")
+
+    assert wrong([one for one in watch.trusted() if one.at < restarted], oracle) == []
+    assert [one for one in watch.trusted(restarted + 2.0) if one.holder.hit_tokens > 0] == []

@@ -33,7 +33,7 @@ from streamsworld import PARTITIONS, Installation
 from kvledger.admin import connect, create_topics
 from kvledger.stack import Stack
 from kvledger_index.reader import RedisReader
-from kvledger_streams.fold import Tally, fold, fresh
+from kvledger_streams.fold import LogRecord, Tally, fold, fresh
 from kvledger_wire.topics import topic_specs
 
 RANKS = 64
@@ -82,7 +82,7 @@ def pure(records: int, workload: str) -> Row:
     """The fold alone, in batches as a worker gets them."""
     log: list[tuple[bytes | None, bytes | None]] = []
     write(log, records, workload)
-    rows = [(offset, offset, *row) for offset, row in enumerate(log)]
+    rows: list[LogRecord] = [(offset, offset, *row, None) for offset, row in enumerate(log)]
     state, tally = fresh(0, partitions=1, topic_id="t", restart=0, broker_ms=0), Tally()
     started = time.process_time()
     steps = 0
@@ -110,11 +110,11 @@ def rebuilds(records: int) -> list[Row]:
         for rank in busy:
             own[rank.id] = len(log)
             rank.checkpoint(1)
-    rows = [(offset, offset, *row) for offset, row in enumerate(log)]
+    rows: list[LogRecord] = [(offset, offset, *row, None) for offset, row in enumerate(log)]
     return [_rebuild("each rank from its pointer", rows, own), _rebuild("all from the lowest pointer", rows, {})]
 
 
-def _rebuild(what: str, rows: list[tuple[int, int, bytes | None, bytes | None]], starts: dict[str, int]) -> Row:
+def _rebuild(what: str, rows: list[LogRecord], starts: dict[str, int]) -> Row:
     tally = Tally()
     state = fresh(0, partitions=1, topic_id="t", restart=0, broker_ms=0, starts=starts)
     started = time.process_time()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from bridgeworld import SECONDS_MAX, Rank, Setup, play, recording, status, truth
+from proxy import Proxy
 
 from kvledger.admin import connect, create_topics
 from kvledger_bridge.publish import Delivery, Publisher
-from kvledger_wire.records import Fence, Opened, Suspended
-from kvledger_wire.topics import topic_specs
+from kvledger_engine.standin import StandIn
+from kvledger_wire.known import known_of
+from kvledger_wire.records import Events, Fence, Opened, Suspended, decode_event
+from kvledger_wire.topics import EVENTS, topic_specs
 
 Make = Callable[..., Setup]
 
@@ -119,12 +123,12 @@ def test_a_record_that_kafka_refuses_makes_its_rank_claim_anew(
     write = Publisher.write
     failed: list[Any] = []
 
-    def failing(publisher: Publisher, who: tuple[str, int], group: Any, record: Any) -> None:
+    def failing(publisher: Publisher, who: tuple[str, int], group: Any, record: Any, *, known: float | None) -> int:
         if who == ("r", 0) and getattr(record, "seq", -1) == 20 and not failed:
             failed.append(record)
             publisher._done.append(Delivery(who, record, -1, "MSG_SIZE_TOO_LARGE"))
-            return
-        write(publisher, who, group, record)
+            return 0
+        return write(publisher, who, group, record, known=known)
 
     monkeypatch.setattr(Publisher, "write", failing)
     bridge = setup.bridge()
@@ -205,3 +209,49 @@ def test_no_rank_waits_for_a_busy_one(setup: Setup, eventually: Any) -> None:
 
     assert behind < busy.head
     eventually(lambda: status(bridge, 0).last == busy.head)
+
+
+@pytest.mark.timeout(120)
+def test_a_record_that_waited_for_kafka_says_so(kafka_broker: Any, eventually: Any, topic_prefix: str) -> None:
+    """The link to Kafka stands still for 3 s. Log time is when a record arrived; its header tells how old its news is.
+
+    batches     0 ... 9 | 10 ... 19, one every 0.2 s, in the bridge's queue | 20 ... 29
+    log - known  ~0     | 3 s ... 1 s                                      | ~0
+    """
+    entry, batches = recording("llama_s11")
+    published: dict[int, float] = {}
+
+    def play_one_by_one(engine: StandIn, first: int, last: int) -> None:
+        for batch in batches[first:last]:
+            published[batch.seq] = time.time()
+            play(engine, [batch])
+            eventually(lambda seq=batch.seq: status(bridge).last == seq)
+            eventually(lambda at=published[batch.seq]: time.time() > at + 0.2)
+
+    with Proxy("127.0.0.1:9") as near, ExitStack() as exits:
+        broker = kafka_broker(advertised=near.address)
+        near.aim(broker.bootstrap)
+        create_topics(connect(near.address), topic_specs(partitions=1, prefix=topic_prefix))
+        setup = exits.enter_context(Setup(near.address, topic_prefix, partitions=1))
+        engine = setup.engine(entry)
+        bridge = setup.bridge()
+        play_one_by_one(engine, 0, 10)
+        near.pause()
+        play_one_by_one(engine, 10, 20)
+        eventually(lambda: time.time() > published[10] + 3.0)
+        near.resume()
+        resumed = time.time()
+        play_one_by_one(engine, 20, 30)
+        setup.reader().until("r/0", 29)
+        told = [
+            (record.seq, message.timestamp()[1], known_of(message.headers()))
+            for message in setup.messages(EVENTS, bridge.telemetry.counters.delivered // 2)
+            if isinstance(record := decode_event(message.value()), Events)
+        ]
+
+    assert {seq for seq, _, _ in told} >= set(range(25))
+    for seq, log_ms, known_ms in told:
+        assert known_ms is not None
+        waited_ms = (resumed - published[seq]) * 1000 if 10 <= seq < 20 else 0
+        assert log_ms >= published[seq] * 1000 + waited_ms - 50
+        assert waited_ms - 300 < log_ms - known_ms < waited_ms + 700, (seq, log_ms - known_ms, waited_ms)

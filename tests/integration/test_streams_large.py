@@ -27,7 +27,7 @@ async def longest_call(url: str, namespace: str) -> int:
     names = b"".join((j + 1).to_bytes(8, "big") for j in range(BLOCKS))
     every = ((1 << BLOCKS) - 1).to_bytes(BLOCKS // 8, "little")
     rank.events(wire.Change(wire.STORED, 0, 1, 0.0, unplaced=names, unplaced_effective=every))
-    records = [(offset, offset, *row) for offset, row in enumerate(log)]
+    records = [(offset, offset, *row, None) for offset, row in enumerate(log)]
     client: Any = Redis.from_url(url)
     async with (
         client,

@@ -72,7 +72,7 @@ class InProcess:
     async def _fold(self, unit: list[tuple[int | str | None, Any]]) -> None:
         log = []
         for group, record in unit:
-            log.append((self._offset, time.time_ns() // 1_000_000, record_key("r", 0, group), encode(record)))
+            log.append((self._offset, time.time_ns() // 1_000_000, record_key("r", 0, group), encode(record), None))
             self._offset += 1
         self.records += len(log)
         for step in fold(self._state, log, end=self._offset, nonce=lambda: secrets.token_bytes(16), tally=self._tally):

@@ -36,7 +36,9 @@ class Folded:
         index, end = MemoryIndex(), len(life.log)
         state = fresh(0, partitions=1, topic_id="t", restart=start, broker_ms=0)
         await index.seek(0, "t", start, end, drop=True)
-        rows = [(at, at, record_key("r", 0, life.log[at][0]), encode(life.log[at][1])) for at in range(start, end)]
+        rows = [
+            (at, at, record_key("r", 0, life.log[at][0]), encode(life.log[at][1]), None) for at in range(start, end)
+        ]
         for step in fold(state, rows, end=end, nonce=lambda: bytes(16), tally=Tally()):
             assert (await index.apply(step)).verdict == "applied"
             for unit in step.units:

@@ -82,7 +82,7 @@ class Pipeline(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.index = MemoryIndex()
-        self.log: list[tuple[int, int, bytes, bytes]] = []
+        self.log: list[tuple[int, int, bytes, bytes, None]] = []
         self.owner, self.lives, self.seq = 0, itertools.count(1), -1
         self.snapshots = [(0, self.index.snapshot())]
         self.tally = Tally()
@@ -93,7 +93,7 @@ class Pipeline(RuleBasedStateMachine):
     # -- the engine and its bridge
 
     def write(self, group: int | str | None, record: Any) -> None:
-        self.log.append((len(self.log), 1000 + len(self.log), record_key("r", 0, group), encode(record)))
+        self.log.append((len(self.log), 1000 + len(self.log), record_key("r", 0, group), encode(record), None))
 
     @rule()
     def takeover(self) -> None:

@@ -27,9 +27,14 @@ class Recorder:
     def __init__(self) -> None:
         self.wants_live = self.wants_replay = True
         self.seen: list[Any] = []
+        self.drained_at: float | None = None
+        self.drained_after = 0
 
     def live(self, seq: int, payload: bytes) -> None:
         self.seen.append(("live", seq, payload))
+
+    def drained(self, moment: float) -> None:
+        self.drained_at, self.drained_after = moment, len(self.seen)
 
     def replayed(self, seq: int, payload: bytes) -> None:
         self.seen.append(("replayed", seq, payload))
@@ -65,7 +70,7 @@ class Rig:
         while not condition():
             assert time.monotonic() < end, self.seen
             if self.link in self.sockets.wait(0.05):
-                self.link.pump(self.sink, live_max=live_max, replay_max=replay_max)
+                self.link.pump(self.sink, live_max=live_max, replay_max=replay_max, moment=time.monotonic())
 
     def sequences(self, kind: str) -> list[int]:
         return [item[1] for item in self.seen if item[0] == kind]
@@ -246,7 +251,7 @@ def test_an_engine_that_connects_is_bound_for_and_bound_again(sockets: Sockets) 
         while rig.sequences("live") == [0]:
             engine.publish(b"b")
             rig.sockets.wait(0.05)
-            rig.link.pump(rig.sink, live_max=10, replay_max=0)
+            rig.link.pump(rig.sink, live_max=10, replay_max=0, moment=None)
 
     assert rig.sequences("live")[1] >= 1
 

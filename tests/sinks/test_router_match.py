@@ -280,7 +280,7 @@ async def test_a_rank_of_which_only_the_engine_is_seen_is_stale_and_not_gone(wor
         holder = only(await world.index.match(PROMPT))
         seen.append((holder.status, holder.hit_tokens))
         if unproven_ms == 60_000:
-            assert "its engine lives" in holder.reason
+            assert "known to be complete 60.0 s ago" in holder.reason
 
     assert seen == [("exact", 160), ("stale", 160), ("stale", 160), ("exact", 160)]
 
@@ -498,7 +498,7 @@ async def test_ranks_of_another_stride_are_looked_up_by_their_own_keys(world: Wo
 
 @pytest.mark.parametrize(
     ("knows", "reason"),
-    [(True, "moving: a batch too large for one step"), (False, "its engine lives, but its picture was")],
+    [(True, "moving: a batch too large for one step"), (False, "it is heard of, but its picture was")],
 )
 async def test_a_rank_whose_batch_is_half_written_is_stale_and_says_so(world: World, knows: bool, reason: str) -> None:
     """Also to a router that was built before there were pieces: it goes by the age of the last proof."""

@@ -38,7 +38,7 @@ def steps_of(
     log: Log, state: PartitionState | None = None, *, start: int = 0, tally: Tally | None = None
 ) -> list[Step]:
     """Fold a whole log, offset i appended at 1000 + i ms."""
-    records = [(start + i, 1000 + start + i, key, value) for i, (key, value) in enumerate(log)]
+    records = [(start + i, 1000 + start + i, key, value, None) for i, (key, value) in enumerate(log)]
     return list(fold(state or state_at(start), records, end=start + len(log), nonce=nonces(), tally=tally or Tally()))
 
 

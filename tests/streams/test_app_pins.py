@@ -126,7 +126,7 @@ async def test_an_end_is_as_old_as_the_question_and_not_as_the_reading_of_its_an
         await asyncio.sleep(0)
         ends.append(thread.end_of(tp, 2.0))
 
-    assert ends == [None, None, 42]
+    assert ends == [None, None, (42, 107.0)]
 
 
 def test_the_worker_makes_no_folder(tmp_path: Any, monkeypatch: Any) -> None:

@@ -336,6 +336,68 @@ async def test_an_answer_that_waited_while_we_were_frozen_says_nothing_about_the
     assert await alive(index) == 8000
 
 
+# -- how old what was read is -----------------------------------------------------------------------------------------
+
+
+async def ages(index: MemoryIndex, now_ms: int) -> set[int]:
+    """Seconds since the last word of each rank, as routers are told."""
+    (model,) = await index.models()
+    reading = await index.read(await index.catalogue(model), model, [])
+    assert reading.pulses
+    return {round((now_ms - pulse.heard_ms) / 1000) for pulse in reading.pulses.values()}
+
+
+@pytest.mark.parametrize(("wall_seconds", "age"), [(1.0, 0), (61.0, 60)])
+async def test_a_rebuild_does_not_make_old_words_new(wall_seconds: float, age: int) -> None:
+    """A minute after the bridges died an empty index is filled from the log that they left.
+
+    Their last words are as old as they are; that the first guess of the log's time makes the difference is the canary.
+    """
+    index, kafka = MemoryIndex(clock_ms=lambda: 500_000), Kafka(1)
+    write(kafka, 3)
+    await Process(kafka, index, wall_seconds=wall_seconds).settle()
+
+    assert await ages(index, 500_000) == {age}
+
+
+async def test_what_waited_for_a_frozen_worker_is_as_old_as_it_is() -> None:
+    """Heard of at 1 s; the worker sleeps for 50 s with newer records in its hand, and more in the log of long ago."""
+    now_ms = 500_000
+    index, kafka = MemoryIndex(clock_ms=lambda: now_ms), Kafka(1)
+    writers = write(kafka, 3)
+    process = Process(kafka, index)
+    await process.settle()
+    assert await ages(index, now_ms) == {0}
+    for writer in writers:
+        writer.beat()
+    now_ms, process.clock = now_ms + 50_000, process.clock + 50
+    await process.settle()
+
+    assert process.worker.tally.records == kafka.end(0)
+    assert await ages(index, now_ms) == {50}
+
+
+async def test_a_first_guess_that_was_wrong_is_caught_up_with() -> None:
+    """The log's clock is a minute behind ours: ranks are taken for older than they are, for no longer than that."""
+    now_ms = 500_000
+    index, kafka = MemoryIndex(clock_ms=lambda: now_ms), Kafka(1)
+    kafka.log_ms = lambda _offset: now_ms - 499_000
+    writers = write(kafka, 3)
+    process = Process(kafka, index, wall_seconds=61.0)
+    await process.settle()
+    told = []
+    for seconds in (2, 61):
+        await process.turn()  # the log's end is known: what comes next is news
+        now_ms, process.clock = now_ms + seconds * 1000, process.clock + seconds
+        for writer in writers:
+            writer.beat()
+        await process.poll()
+        await process.settle()
+        told.append(await ages(index, now_ms))
+
+    assert told == [{60}, {0}]
+
+
 # -- assignment, stop ------------------------------------------------------------------------------------------------
 
 

@@ -370,7 +370,24 @@ def test_the_newest_log_time_is_the_partitions_not_the_ranks() -> None:
     other.open()
     rank.beat()
     state = state_at()
-    records = [(0, 500, *log[0]), (1, 900, *log[1]), (2, 700, *log[2])]
+    records = [(0, 500, *log[0], None), (1, 900, *log[1], None), (2, 700, *log[2], None)]
     (step,) = fold(state, records, end=3, nonce=nonces(), tally=Tally())
 
     assert (step.broker_ms, [unit.broker_ms for unit in step.units]) == (900, [700, 900])
+
+
+@pytest.mark.parametrize(
+    ("known_ms", "unproven_ms"),
+    [(None, 0), (1_764_000_009_000, 0), (1_764_000_000_500, 8_500), (1_764_000_010_000, 0), (-1, 1_764_000_009_000)],
+    ids=["not said", "at once", "waited", "a clock ahead", "never whole"],
+)
+def test_a_record_is_as_new_as_what_it_says_and_not_as_its_arrival(known_ms: int | None, unproven_ms: int) -> None:
+    """One of an older bridge, which says nothing, counts when it arrived: that is the canary."""
+    rank, log = opened_rank()
+    rank.beat()
+    state = state_at()
+    records = [(0, 1_764_000_000_000, *log[0], 1_764_000_000_000), (1, 1_764_000_009_000, *log[1], known_ms)]
+    (step,) = fold(state, records, end=2, nonce=nonces(), tally=Tally())
+
+    assert [unit.now.unproven_ms for unit in step.units] == [unproven_ms]
+    assert state.heard[rank.id] == 1_764_000_009_000, "that somebody was heard is another question"

@@ -17,7 +17,7 @@ from test_fold_properties import assigned, batches, claims
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Bind, Drop, Put
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, Tally, fold
+from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, LogRecord, Tally, fold
 from kvledger_streams.ops import ops_of
 from kvledger_wire import records as wire
 from kvledger_wire.accept import RankState, accept
@@ -63,8 +63,8 @@ async def test_an_index_loaded_from_a_checkpoint_holds_what_the_rank_holds() -> 
     assert await claims(index) == {(rank.id, *claim) for claim in rank.held}
 
 
-def enumerated(log: Log) -> list[tuple[int, int, bytes | None, bytes | None]]:
-    return [(offset, 1000 + offset, *row) for offset, row in enumerate(log)]
+def enumerated(log: Log) -> list[LogRecord]:
+    return [(offset, 1000 + offset, *row, None) for offset, row in enumerate(log)]
 
 
 def test_a_load_over_a_load_takes_new_slots() -> None:
@@ -243,7 +243,7 @@ async def test_the_last_proof_outlives_the_worker_that_read_it() -> None:
     told = []
     for offset, row in enumerate(log):
         state = await assigned(index, len(log))
-        for step in fold(state, [(offset, 1000 + offset, *row)], end=len(log), nonce=nonces(), tally=Tally()):
+        for step in fold(state, [(offset, 1000 + offset, *row, None)], end=len(log), nonce=nonces(), tally=Tally()):
             told += [unit.now.unproven_ms for unit in step.units]
             await index.apply(step)
 

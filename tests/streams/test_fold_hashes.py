@@ -40,7 +40,7 @@ def ops_of(*changes: wire.Change, group: int | None = 3) -> tuple[Any, ...]:
     rank = RankLog(log)
     rank.open()
     rank.events(*changes, group=group)
-    records = [(i, 1000 + i, key, value) for i, (key, value) in enumerate(log)]
+    records = [(i, 1000 + i, key, value, None) for i, (key, value) in enumerate(log)]
     state = fresh(0, partitions=1, topic_id="t", restart=0, broker_ms=0)
     (step,) = fold(state, records, end=len(log), nonce=lambda: bytes(16), tally=Tally())
     return step.units[0].ops[1:] or step.units[0].ops
@@ -127,7 +127,7 @@ async def test_the_index_claims_each_resident_hash_exactly_once(seed: int) -> No
     state = fresh(0, partitions=1, topic_id="t", restart=0, broker_ms=0)
     for _ in range(60):
         engine.act()
-        records = [(i, 1000 + i, *log[i]) for i in range(state.read, len(log))]
+        records = [(i, 1000 + i, *log[i], None) for i in range(state.read, len(log))]
         for step in fold(state, records, end=len(log), nonce=lambda: next(nonces).to_bytes(16, "big"), tally=Tally()):
             assert (await index.apply(step)).verdict == "applied"
         claims = [(claim.group, claim.medium, claim.key) async for claim in index.dump()]

@@ -82,7 +82,7 @@ def test_ops_are_made_when_their_piece_is_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(folding, "ops_of", counted)
     rank, log = opened_rank()
     large_batch(rank)
-    records = [(offset, offset, *row) for offset, row in enumerate(log)]
+    records = [(offset, offset, *row, None) for offset, row in enumerate(log)]
     steps = fold(state_at(), records, end=len(log), nonce=nonces(), tally=Tally())
     told = [made for _ in steps]
 
@@ -141,7 +141,7 @@ def test_a_batch_that_removes_200_000_blocks_one_by_one_is_taken() -> None:
     rank, log = opened_rank()
     names = b"".join((j + 1).to_bytes(8, "big") for j in range(200_000))
     rank.events(wire.Change(wire.REMOVED, 0, 1, 0.0, unplaced=names))
-    records = [(offset, offset, *row) for offset, row in enumerate(log)]
+    records = [(offset, offset, *row, None) for offset, row in enumerate(log)]
     sizes = [
         len(step.units[0].ops)
         for step in fold(state_at(), records, end=len(log), nonce=nonces(), tally=Tally())
@@ -179,7 +179,7 @@ async def test_workers_that_die_between_pieces_change_nothing(seed: int, ops: in
             restart = stored.progress.restart
             await index.seek(0, TOPIC, restart, len(log), drop=False)
             state = resume(0, partitions=1, topic_id=TOPIC, restart=restart, broker_ms=0, stored=stored.ranks)
-            records = [(offset, offset, *log[offset]) for offset in range(restart, len(log))]
+            records = [(offset, offset, *log[offset], None) for offset in range(restart, len(log))]
             steps = list(fold(state, records, end=len(log), nonce=nonce, tally=Tally()))
             count = rnd.randint(0, len(steps)) if left else len(steps)
             for step in steps[:count]:

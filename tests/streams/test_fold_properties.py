@@ -14,7 +14,7 @@ from ranklog import RankLog
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Step
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import PartitionState, Tally, fold, resume
+from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, resume
 from kvledger_streams.ops import stamp_of
 
 
@@ -57,10 +57,10 @@ async def assigned(index: MemoryIndex, end: int) -> PartitionState:
     return resume(0, partitions=1, topic_id=TOPIC, restart=restart, broker_ms=0, stored=stored.ranks)
 
 
-def batches(log: Log, start: int, rnd: random.Random) -> Iterator[list[tuple[int, int, bytes | None, bytes | None]]]:
+def batches(log: Log, start: int, rnd: random.Random) -> Iterator[list[LogRecord]]:
     while start < len(log):
         stop = rnd.randint(start + 1, min(len(log), start + 9))
-        yield [(offset, offset, *log[offset]) for offset in range(start, stop)]
+        yield [(offset, offset, *log[offset], None) for offset in range(start, stop)]
         start = stop
 
 

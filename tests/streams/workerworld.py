@@ -7,7 +7,7 @@ import io
 import json
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +30,7 @@ class Record(NamedTuple):
     timestamp: int
     key: bytes | None
     value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
 
 
 class Kafka:
@@ -42,6 +43,8 @@ class Kafka:
         self.silent: Exception | None = None
         self.starts_known = Starts({}, "nobody points")
         self.pointers_fault: Exception | None = None
+        self.log_ms: Callable[[int], int] = lambda offset: 1000 + offset
+        """When the record at an offset was appended."""
 
     async def describe(self) -> Topic:
         if self.silent:
@@ -65,8 +68,8 @@ class Kafka:
 class Consumer:
     """``Source`` over such a Kafka: one member of the group, with its own positions."""
 
-    def __init__(self, kafka: Kafka) -> None:
-        self.kafka = kafka
+    def __init__(self, kafka: Kafka, now: Callable[[], float]) -> None:
+        self.kafka, self.now = kafka, now
         self.assigned = set(kafka.logs)
         self.position: dict[int, int] = {}
         self.epochs: dict[int, int] = {}
@@ -84,8 +87,8 @@ class Consumer:
         self.epochs[partition] = self.seeks
         return self.seeks
 
-    def end_of(self, partition: int) -> int | None:
-        return None if self.deaf else self.kafka.end(partition)
+    def end_of(self, partition: int) -> tuple[int, float] | None:
+        return None if self.deaf else (self.kafka.end(partition), min(self.asked, self.now()))
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         self.committed.update(offsets)
@@ -95,9 +98,10 @@ class Consumer:
         at, base = self.position[partition], self.kafka.base[partition]
         rows = self.kafka.logs[partition][at - base : at - base + limit]
         self.position[partition] = at + len(rows)
-        records = [Record(at + i, 1000 + at + i, *row) for i, row in enumerate(rows)]
+        records = [Record(at + i, self.kafka.log_ms(at + i), *row) for i, row in enumerate(rows)]
         end = self.kafka.end(partition)
-        return Batch(partition, self.epochs[partition], end, records, self.asked) if records else None
+        asked = min(self.asked, self.now())
+        return Batch(partition, self.epochs[partition], end, records, asked) if records else None
 
     def out_of_range(self, partition: int) -> bool:
         return not self.kafka.base[partition] <= self.position[partition] <= self.kafka.end(partition)
@@ -152,14 +156,20 @@ class Faulty:
 class Process:
     """A worker with its clock, its log lines and the loop that a consumer runs."""
 
-    def __init__(self, kafka: Kafka, index: Any, **changes: Any) -> None:
+    def __init__(self, kafka: Kafka, index: Any, *, wall_seconds: float = 0.0, **changes: Any) -> None:
         self.kafka, self.index, self.clock, self.out = kafka, index, 100.0, io.StringIO()
         telemetry = Telemetry(self.out, now=self.now)
         options = {name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__} | changes
         self.worker = Worker(
-            Settings(**options), writer=index, log=kafka, pointers=kafka, telemetry=telemetry, now=self.now
+            Settings(**options),
+            writer=index,
+            log=kafka,
+            pointers=kafka,
+            telemetry=telemetry,
+            now=self.now,
+            wall=lambda: wall_seconds,  # log times begin at 1 s
         )
-        self.consumer = Consumer(kafka)
+        self.consumer = Consumer(kafka, self.now)
         self.worker.attach(self.consumer)
         self.worker.assign(self.consumer.assigned)
 

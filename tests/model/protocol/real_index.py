@@ -124,7 +124,7 @@ class RealWorker:
 
     def _steps(self, state: PartitionState, count: int) -> Iterator[Step]:
         log = self.log.partitions[self.partition]
-        records = [(o, NOW_MS, *log[o]) for o in range(state.read, min(state.read + count, len(log)))]
+        records = [(o, NOW_MS, *log[o], None) for o in range(state.read, min(state.read + count, len(log)))]
         return fold(state, records, end=len(log), nonce=_nonce, tally=Tally())
 
     def stage_apart(self, shard: RealShard, count: int) -> list[Step] | None:

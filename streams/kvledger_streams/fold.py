@@ -395,7 +395,10 @@ class _Cut:
 
     def crowded(self, home: _Home, record: EventRecord | None) -> bool:
         """Whether this record would carry a step that holds something beyond its limit."""
-        if not self._making or record is None or (isinstance(record, Events) and not record.end):
+        if not self._making:
+            return False
+        ends = record.end if isinstance(record, Events) else home.rank in self._state.tails
+        if record is None or not (ends or isinstance(record, Checkpoint)):
             return False
         rank = self._state.ranks.get(home.rank)
         size = size_of(record) + sum(size_of(each) for _, each in (rank.tail if rank else ()))

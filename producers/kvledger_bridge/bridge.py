@@ -43,7 +43,7 @@ from kvledger_bridge.commands import (
 )
 from kvledger_bridge.commands import Counts as SessionCounts
 from kvledger_bridge.continuity import Phase
-from kvledger_bridge.decode import decode_batch
+from kvledger_bridge.decode import decoding
 from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.engine import Session
 from kvledger_bridge.lease import Leases
@@ -154,6 +154,7 @@ class Bridge:
         self._by_who: dict[tuple[str, int], _Seat] = {}
         self._first = self._loads = 0
         self._attention = Attention()
+        self._large: _Seat | None = None
         self._look_at = 0.0
         self._stalled_at: float | None = None
         self._reported_at = 0.0
@@ -247,7 +248,7 @@ class Bridge:
             process = config.metrics is not None and not replay  # replay proves more
             session = Session(
                 Rank(config.replica, config.rank, config.entry, replay, process),
-                decode=decode_batch,
+                decode=decoding,
                 ledger=Ledger,
                 bridge=self.name,
                 version=_version(),
@@ -276,6 +277,7 @@ class Bridge:
         now = self._clock()
         moment = self._attention.looked(before, now)
         self._loads = sum(seat.session.loading for seat in self._seats)
+        self._choose_large()
         for seat in self._in_turn():
             self._take_identity(seat)
             if seat.link in ready or stalled:
@@ -391,6 +393,13 @@ class Bridge:
         self._first = (self._first + 1) % max(1, count)
         return (self._seats[(self._first + i) % count] for i in range(count))
 
+    def _choose_large(self) -> None:
+        """One rank at a time goes on with a large batch, each in turn: two pieces of work would make a turn twice as
+        long.
+        """
+        large = [seat for seat in self._seats if seat.session.covering]
+        self._large = large[self.telemetry.counters.turns % len(large)] if large else None
+
     def _pump(self, seat: _Seat, moment: float | None, *, stalled: bool) -> None:
         live, replay = (0, 0) if stalled else (self.settings.turn_live_max, self.settings.turn_replay_max)
         seat.link.pump(seat.session, live_max=live, replay_max=replay, moment=moment)
@@ -400,7 +409,9 @@ class Bridge:
     def _step(self, seat: _Seat, now: float, shell: _Shell) -> None:
         before = seat.session.loading
         may_load = self._loads < self.settings.loads_max
-        commands = seat.session.step(now, batches_max=self.settings.turn_batches_max, may_load=may_load)
+        waits = seat.session.covering and seat is not self._large
+        batches_max = 0 if waits else self.settings.turn_batches_max
+        commands = seat.session.step(now, batches_max=batches_max, may_load=may_load)
         self._loads += seat.session.loading - before
         for command in commands:
             if not self._produce(seat, command, now, shell):

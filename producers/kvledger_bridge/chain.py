@@ -10,10 +10,13 @@ beyond is tried, block by block, against the next announced hash. Pure; nothing 
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from kvledger_bridge.pace import PIECE_BLOCKS, Work, slices
 from kvledger_index.enginehash import Item, Namespace, Scheme, chain, low64
 
 TRIES_BLOCKS_MAX = 4096
@@ -61,6 +64,14 @@ class _Reach(NamedTuple):
 NOTHING = Walk([], [])
 
 
+def tokens_of(raw: bytes) -> Sequence[int]:
+    """The other way round of ``blockkeys.token_bytes``."""
+    tokens = array("I", raw)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
 def computable(scheme: Scheme, namespace: Namespace, *, media: bool) -> bool:
     """Whether the scheme says how to hash these extra keys."""
     if namespace.lora is None and namespace.salt is None and not media:
@@ -80,7 +91,8 @@ def walk(
     start: int,
     tries_max: int = TRIES_BLOCKS_MAX,
     reached: bool = False,
-) -> Walk:
+    piece_blocks: int = PIECE_BLOCKS,
+) -> Work[Walk]:
     """Follow the chain through a span that starts at token ``start`` behind ``parent``; ``block`` is the hash block.
 
     Beyond the last hash that was met, digests are given only if every hash was, and no media item may reach there;
@@ -92,25 +104,38 @@ def walk(
     if not told.names and reached:
         return NOTHING
     if told.media is None:
-        digests = chain(scheme, parent, tokens, block, start=start, namespace=told.namespace)
-        return _cut(digests, _match(told, digests))
-    return _Search(scheme, parent, tokens, told, block=block, start=start, tries_max=tries_max).run()
+        digests: list[bytes] = []
+        step = piece_blocks * block
+        for at in range(0, len(tokens), step):
+            if at:
+                yield
+            behind = digests[-1] if digests else parent
+            some = tokens[at : at + step]
+            digests += chain(scheme, behind, some, block, start=start + at, namespace=told.namespace)
+        return _cut(digests, (yield from _match(told, digests, piece_blocks)))
+    search = _Search(scheme, parent, tokens, told, block=block, start=start, tries_max=tries_max)
+    return (yield from search.run(piece_blocks))
 
 
-def _match(told: Told, digests: list[bytes]) -> list[int]:
+def _match(told: Told, digests: list[bytes], piece_blocks: int) -> Work[list[int]]:
     """Which hash block each announced hash ends, in order; -1 from the first on that a dense event contradicts."""
     per = told.per
+    places: list[int] = []
     if told.dense:
-        places = []
         for i, name in enumerate(told.names):
+            if i and not i % piece_blocks:
+                yield
             at = (i + 1) * per - 1
             if at >= len(digests) or low64(digests[at]) != name:
                 break
             places.append(at)
         return places + [-1] * (len(told.names) - len(places))
-    where = {low64(digests[at]): at for at in range(per - 1, len(digests), per)}
+    where: dict[int, int] = {}
+    for some in slices(range(per - 1, len(digests), per), piece_blocks):
+        if where:
+            yield
+        where.update({low64(digests[at]): at for at in some})
     last = -1
-    places = []
     for name in told.names:
         at = where.get(name, -1)
         if at > last:
@@ -151,10 +176,14 @@ class _Search:
         self._open: _Reach | None = None  # touches the last hash block met; may reach further
         self._media: dict[tuple[int, str], None] = {}
 
-    def run(self) -> Walk:
+    def run(self, piece_blocks: int) -> Work[Walk]:
         places: list[int] = []
         listed = self._told.media or ()
+        paid = self._left
         for name, items in zip(self._told.names, listed, strict=False):
+            if paid - self._left >= piece_blocks:
+                paid = self._left
+                yield
             at = self._next(len(places), name, items)
             if at < 0:
                 break

@@ -7,12 +7,12 @@ digests of a span whose start it knows, and names them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import unpack
 
-from kvledger_bridge.chain import NOTHING, Told, Walk, walk
+from kvledger_bridge.chain import NOTHING, Told, Walk, tokens_of, walk
 from kvledger_bridge.chain_need import Need
-from kvledger_bridge.decode import BlockStored
+from kvledger_bridge.decode import BlockStored, HashValue
 from kvledger_bridge.identity import Listing, listing
+from kvledger_bridge.pace import PIECE_BLOCKS, Work
 from kvledger_bridge.scheme import DIGEST_BYTES, Finder
 from kvledger_index.enginehash import Namespace, Scheme
 from kvledger_index.model import GroupSpec, ModelEntry
@@ -28,8 +28,7 @@ class Chained:
         self.block = block
         self.root = event.parent_block_hash is None
         self.parent = event.parent_block_hash if isinstance(event.parent_block_hash, bytes) else None
-        raw = tuple([each for each in event.block_hashes if isinstance(each, bytes)])
-        self.wire = raw if raw and len(raw) == len(event.block_hashes) else None
+        self.wire = _bytes_only(event.block_hashes)
         self.bare_possible = event.group_idx is None  # group numbers came after media with offsets
 
     @property
@@ -47,12 +46,19 @@ class Chained:
         return True if told.media is None and self.digests is None and (self.root or parent) else None
 
 
+def _bytes_only(hashes: tuple[HashValue, ...]) -> tuple[bytes, ...] | None:
+    if not hashes or not isinstance(hashes[0], bytes):  # as a rule they are all of one kind
+        return None
+    raw = tuple([each for each in hashes if isinstance(each, bytes)])
+    return raw if len(raw) == len(hashes) else None
+
+
 class Chains:
     """What is known of one rank's hashing. ``walks`` counts spans computed, ``misses`` those of which a hash was not
     met although the scheme is known.
     """
 
-    def __init__(self, entry: ModelEntry, stride: int) -> None:
+    def __init__(self, entry: ModelEntry, stride: int, *, piece_blocks: int = PIECE_BLOCKS) -> None:
         self.need = Need(entry)
         self.finder = Finder(entry.hash_scheme)
         self.walks = 0
@@ -62,6 +68,7 @@ class Chains:
         self.whole = False
         """Whether the wire has whole hashes: a child then brings its parent's digest itself."""
         self._stride = stride
+        self._piece = piece_blocks
         self._paths = dict(entry.hash_scheme.paths) if entry.hash_scheme is not None else {}
 
     def learn(self, groups: Sequence[GroupSpec], scheme: Scheme | None, *, digests: bool) -> None:
@@ -105,7 +112,7 @@ class Chains:
 
     def read(
         self, event: BlockStored, names: tuple[int, ...], *, dense: bool, heard: Listing | None = None
-    ) -> Chained | None:
+    ) -> Work[Chained | None]:
         """The event, if its chain is of use: to keep digests, to place its hashes, or to learn the scheme."""
         need, finder = self.need, self.finder
         extras = event.extra_keys
@@ -123,17 +130,18 @@ class Chains:
         if not block or block % self._stride or event.block_size % block:
             return None
         if heard is None:
-            heard = listing(event, pairs_known=event.group_idx is not None, multimodal=None)
+            pairs = event.group_idx is not None
+            heard = yield from listing(event, pairs_known=pairs, multimodal=None, piece_blocks=self._piece)
         names = names[: heard.readable]
         namespace = Namespace(event.lora_name, heard.salt, self._paths.get(event.lora_name or ""))
         return Chained(event, Told(names, event.block_size // block, heard.media, namespace, dense), block)
 
-    def follow(self, chained: Chained, raw: bytes, digest: bytes | None, start: int) -> Walk:
+    def follow(self, chained: Chained, raw: bytes, digest: bytes | None, start: int) -> Work[Walk]:
         """Digests along a span of ``raw`` tokens (u32le) from token ``start`` on, behind ``digest`` where known."""
         told, finder = chained.told, self.finder
         self.whole = self.whole or chained.wire is not None
         if finder.wants:
-            finder.look(
+            yield from finder.look(
                 told,
                 raw,
                 digest or chained.parent,
@@ -142,6 +150,7 @@ class Chains:
                 root=chained.root,
                 bare_possible=chained.bare_possible,
                 digest_bytes=len(chained.wire[0]) if chained.wire else None,
+                piece_blocks=self._piece,
             )
         scheme = finder.scheme
         if not self.need.chains or scheme is None or chained.block != self.need.block:
@@ -156,9 +165,11 @@ class Chains:
         if behind is None:
             return NOTHING
         self.walks += 1
-        tokens = unpack(f"<{len(raw) // 4}I", raw)
+        tokens = tokens_of(raw)
         reached = self.media and not chained.root
-        found = walk(scheme, behind, tokens, told, block=chained.block, start=start, reached=reached)
+        found = yield from walk(
+            scheme, behind, tokens, told, block=chained.block, start=start, reached=reached, piece_blocks=self._piece
+        )
         if chained.root and found.proven and finder.confirmed and chained.block == finder.block:
             finder.seeded = True
         if -1 in found.places or len(found.places) < len(told.names):

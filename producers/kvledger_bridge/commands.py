@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from kvledger_bridge.pace import Work
 from kvledger_bridge.unit import Piece
 from kvledger_index.model import ModelEntry
 from kvledger_wire.records import EventRecord, ReplicaRecord
@@ -27,8 +28,10 @@ class Rank(NamedTuple):
 class Ledger(Protocol):
     """One rank's knowledge within one life."""
 
-    def apply(self, seq: int, batch: Any, origin: int) -> Sequence[Piece]:
-        """The effective changes of one batch, grouped; empty where nothing changed."""
+    def work(self, seq: int, batch: Any, origin: int) -> Work[Sequence[Piece]]:
+        """The effective changes of one batch, grouped; empty where nothing changed. Pauses where it is long, and is
+        worth nothing if it is left then.
+        """
 
     def take_uncertain(self) -> tuple[str, ...]:
         """Reasons that no piece could carry."""

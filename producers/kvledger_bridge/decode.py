@@ -7,21 +7,31 @@ The encoding is decided per event, so engines may be upgraded, and events of bot
 The whole batch is decoded in one typed pass. Where that fails, every event is read on its own: unknown tags and fields
 are counted and skipped, an event that cannot be read is listed in ``failures``; neither fails the batch.
 The structs forbid unknown fields on purpose: a batch that has some leaves the quick path, so that they can be counted.
+Of a batch above PIECE_BYTES a part at a time is read so, with the same result.
 
 Nothing here logs, and no text made here holds a value from the wire except the name of an unknown tag.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from kvledger_bridge.errors import Undecodable
+from kvledger_bridge.pace import Work, at_once
 
 BATCH_BYTES_MAX = 32 * 2**20
 """Largest batch: 240 000 tokens announced by ten groups are 12 MiB; decoding takes up to ten times the bytes."""
+
+PIECE_BYTES = 2**19
+"""Bytes that are read at once: about 8 ms."""
+
+PIECE_TOKENS = 2**16
 
 EVENTS_MAX = 2**20
 """Events per batch; the smallest real event has about 25 bytes, so BATCH_BYTES_MAX of them are about as many."""
@@ -46,6 +56,13 @@ else:
     # msgspec takes str or bytes in a union, not both: batches with a digest are read event by event
     ExtraKey = str | int | None | tuple[str | int | None, ...]
 """LoRA name or salt (str), multimodal ``(identifier, offset)``, prompt-embeds digest (bytes)."""
+
+if TYPE_CHECKING:
+    Tokens = Sequence[int]
+else:
+    Tokens = tuple[int, ...]
+"""Token ids: a tuple, or in events above PIECE_BYTES an array of u32. A tuple of millions takes ten times the memory,
+and the whole process waits while it is freed, and while the garbage collector looks through it."""
 
 _U64 = 2**64 - 1
 
@@ -76,7 +93,7 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknow
 
     block_hashes: tuple[HashValue, ...]
     parent_block_hash: HashValue | None
-    token_ids: tuple[int, ...]
+    token_ids: Tokens
     block_size: Annotated[int, Meta(ge=0)]
     lora_id: int | None = None
     medium: str | None = None
@@ -143,7 +160,7 @@ class Batch(msgspec.Struct, frozen=True):
 class _StoredRow(msgspec.Struct, gc=False, array_like=True, tag="BlockStored", forbid_unknown_fields=True):
     block_hashes: tuple[HashValue, ...]
     parent_block_hash: HashValue | None
-    token_ids: tuple[int, ...]
+    token_ids: Tokens
     block_size: Annotated[int, Meta(ge=0)]
     lora_id: int | None = None
     medium: str | None = None
@@ -197,12 +214,22 @@ _split = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _Limit])
 _items = msgspec.msgpack.Decoder(list[list[msgspec.Raw] | None])
 _item = msgspec.msgpack.Decoder(ExtraKey)
 _digest = msgspec.msgpack.Decoder(bytes)
+_some_maps = msgspec.msgpack.Decoder(list[Event])
+_some_rows = msgspec.msgpack.Decoder(list[_Row])
+_some_tokens = msgspec.msgpack.Decoder(tuple[int, ...])
+_tokens_piece = re.compile(
+    rb"(?s:(?:[\x00-\x7f\xe0-\xff]|[\xcc\xd0].|[\xcd\xd1]..|[\xce\xd2]....|[\xcf\xd3]........){%d})" % PIECE_TOKENS
+)
 _float = msgspec.msgpack.Decoder(float)
 _rank = msgspec.msgpack.Decoder(int | None)
 _word = msgspec.msgpack.Decoder(str)
 
 # RecursionError: nesting; OverflowError and ValueError: numbers and text that no field can hold
 _Unreadable = (msgspec.DecodeError, RecursionError, OverflowError, ValueError)
+
+_ROW_HEADS = frozenset([*range(0x90, 0xA0), 0xDC, 0xDD])
+_NO_TOKENS = msgspec.Raw(b"\x90")
+_TOKENS_HEAD = b"\xdd" + PIECE_TOKENS.to_bytes(4, "big")
 
 _EVENTS: dict[str, type[Event]] = {each.__name__: each for each in (BlockStored, BlockRemoved, AllBlocksCleared)}
 _NAMES: dict[str, tuple[str, ...]] = {tag: each.__struct_fields__ for tag, each in _EVENTS.items()}
@@ -227,6 +254,11 @@ def low64(value: int | bytes) -> int:
 
 
 def decode_batch(raw: bytes) -> Batch:
+    """``decoding`` without a pause."""
+    return at_once(decoding(raw))
+
+
+def decoding(raw: bytes) -> Work[Batch]:
     """Read one batch; O(bytes).
 
     Raises Undecodable where the bytes are no batch: not msgpack, not an array, truncated, trailing bytes, nested or
@@ -234,6 +266,8 @@ def decode_batch(raw: bytes) -> Batch:
     """
     if len(raw) > BATCH_BYTES_MAX:
         raise Undecodable(f"batch of {len(raw)} bytes is larger than {BATCH_BYTES_MAX}")
+    if len(raw) > PIECE_BYTES:
+        return (yield from _in_pieces(raw))
     try:
         maps = _maps.decode(raw)
     except _Unreadable:
@@ -278,31 +312,128 @@ def _parts(raw: bytes) -> list[msgspec.Raw]:
     return parts
 
 
-def _event_by_event(raw: bytes) -> Batch:
+class _Opened(NamedTuple):
+    """A batch whose events are not read."""
+
+    ts: float
+    rank: int | None
+    events: list[msgspec.Raw]
+    surplus: int
+
+
+def _open(raw: bytes) -> Work[_Opened]:
     try:
         parts = _parts(raw)
+        yield
         ts = _float.decode(parts[0])
         events = _split.decode(parts[1])
         rank = _rank.decode(parts[2]) if len(parts) > 2 else None
     except _Unreadable as error:
         # msgspec names a path and a type, never a value
         raise Undecodable(f"batch of {len(raw)} bytes: {error}") from error
-    readings = [_read(each) for each in events]
+    return _Opened(ts, rank, events, max(0, len(parts) - 3))
+
+
+def _gathered(opened: _Opened, readings: Sequence[_Reading]) -> Batch:
     return Batch(
-        ts,
-        rank,
+        opened.ts,
+        opened.rank,
         tuple([each.event for each in readings if each.event is not None]),
         tuple([each.unknown for each in readings if each.unknown is not None]),
-        sum(each.surplus for each in readings) + max(0, len(parts) - 3),
+        sum(each.surplus for each in readings) + opened.surplus,
         tuple([Failure(i, each.failure) for i, each in enumerate(readings) if each.failure is not None]),
     )
+
+
+def _event_by_event(raw: bytes) -> Batch:
+    opened = at_once(_open(raw))
+    return _gathered(opened, [_read(each) for each in opened.events])
+
+
+def _in_pieces(raw: bytes) -> Work[Batch]:
+    """A large batch: some events at a time, and of a long event some tokens at a time."""
+    opened = yield from _open(raw)
+    yield
+    readings: list[_Reading] = []
+    some: list[msgspec.Raw] = []
+    size = 0
+    for event in opened.events:
+        bytes_ = len(memoryview(event))
+        if size and size + bytes_ > PIECE_BYTES:
+            readings += _read_some(some)
+            some, size = [], 0
+            yield
+        if bytes_ > PIECE_BYTES:
+            readings.append((yield from _read_long(event)))
+        else:
+            some.append(event)
+            size += bytes_
+    return _gathered(opened, readings + _read_some(some))
+
+
+def _read_some(events: list[msgspec.Raw]) -> list[_Reading]:
+    """Events that are not long: in one typed pass where that is possible."""
+    raw = b"\xdd" + len(events).to_bytes(4, "big") + b"".join(map(bytes, events))
+    try:
+        return [_Reading(event) for event in _some_maps.decode(raw)]
+    except _Unreadable:
+        pass
+    try:
+        return [_Reading(row.event()) for row in _some_rows.decode(raw)]
+    except _Unreadable:
+        return [_read(each) for each in events]
+
+
+def _read_long(raw: msgspec.Raw) -> Work[_Reading]:
+    """Like ``_read``; tokens, which are most of a long event, are read some at a time."""
+    try:
+        if memoryview(raw)[0] in _ROW_HEADS:
+            elements = _elements.decode(raw)
+            at = 1 + _ARRAY_NAMES["BlockStored"].index("token_ids")
+            tokens = elements[at] if len(elements) > at else None
+            rest: Any = [*elements[:at], _NO_TOKENS, *elements[at + 1 :]]
+        else:
+            entries = _entries.decode(raw)
+            tokens = entries.get("token_ids")
+            rest = {**entries, "token_ids": _NO_TOKENS}
+    except _Unreadable:
+        return _read(raw)
+    yield
+    read = None if tokens is None else (yield from _read_tokens(memoryview(tokens)))
+    yield
+    if read is None:
+        return _read(raw)
+    reading = _read(msgspec.Raw(msgspec.msgpack.encode(rest)))
+    if not isinstance(reading.event, BlockStored):
+        return _read(raw)
+    return reading._replace(event=msgspec.structs.replace(reading.event, token_ids=read))
+
+
+def _read_tokens(raw: memoryview) -> Work[array[int] | None]:
+    """An array of u32, without ever making more than PIECE_TOKENS objects; None where it is none."""
+    if raw[0] != 0xDD:  # an array of fewer than 2**16 elements is no long one
+        return None
+    left, at = int.from_bytes(raw[1:5], "big"), 5
+    tokens = array("I")
+    try:
+        while left > PIECE_TOKENS:
+            piece = _tokens_piece.match(raw, at)
+            if piece is None:
+                return None
+            tokens.extend(_some_tokens.decode(_TOKENS_HEAD + raw[at : piece.end()]))
+            left, at = left - PIECE_TOKENS, piece.end()
+            yield
+        tokens.extend(_some_tokens.decode(b"\xdd" + left.to_bytes(4, "big") + raw[at:]))
+    except _Unreadable:
+        return None
+    return tokens
 
 
 def _read(raw: msgspec.Raw) -> _Reading:
     """Read one event, whatever its encoding."""
     first = memoryview(raw)[0]
     try:
-        if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
+        if first in _ROW_HEADS:
             return _read_row(raw)
         if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
             return _read_map(raw)

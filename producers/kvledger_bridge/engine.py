@@ -36,6 +36,7 @@ from kvledger_bridge.commands import (
 from kvledger_bridge.continuity import OWNING, First, Move, Nothing, Phase, Process, Request, judge
 from kvledger_bridge.inbox import Inbox
 from kvledger_bridge.lifelog import digest_of
+from kvledger_bridge.pace import Work
 from kvledger_bridge.snapshot import Part, parts
 from kvledger_bridge.tenure import Tenure
 from kvledger_bridge.whole import Whole
@@ -53,7 +54,7 @@ class Session(Tenure):
         self,
         rank: Rank,
         *,
-        decode: Callable[[bytes], Any],
+        decode: Callable[[bytes], Work[Any]],
         ledger: Callable[[ModelEntry], Ledger],
         snapshot: Callable[[Any, int], Iterator[Part]] = parts,
         bridge: str,
@@ -191,9 +192,13 @@ class Session(Tenure):
     def ready(self) -> bool:
         """Whether another step would do something at once."""
         live = len(self._live) and self.phase is Phase.FOLLOWING and self._sewn
-        return bool(
-            self._answers or self._out or self._log.checkpointing or (live and self._live.first <= self.last + 1)
-        )
+        begun = self._log.covering or self._log.checkpointing
+        return bool(self._answers or self._out or begun or (live and self._live.first <= self.last + 1))
+
+    @property
+    def covering(self) -> bool:
+        """Whether a large batch is applied in part: the next steps apply the rest of it, a piece each."""
+        return self._log.covering
 
     @property
     def checkpointing(self) -> bool:
@@ -210,6 +215,8 @@ class Session(Tenure):
     def step(self, now: float, *, batches_max: int, may_load: bool = True) -> list[Command]:
         """Apply at most ``batches_max`` batches and return the commands due, in order.
 
+        Of a batch with more than ``pace.PIECE_BLOCKS`` blocks it is a piece that counts. While one is applied in part,
+        nothing is asked of the engine, nothing else is applied, and what the caller saw is written before it.
         ``may_load`` False defers reading a whole replay buffer: the bridge reads enough of them. O(batches).
         """
         if self._ask is not None and (self._ask.fresh or now - self._now > self._limits.replay_seconds_max / 2):
@@ -219,12 +226,16 @@ class Session(Tenure):
         before = (self.life, self._log.n)
         if self.phase is Phase.CLAIMING:
             self._claim()
+        elif self.phase in OWNING and self._log.covering:
+            if batches_max > 0:
+                self._log.go_on()
         elif self.phase in OWNING:
             if not self._checkpoint():
                 left = self._take_answers(batches_max)
                 self._take_live(left)
-            self._watch_answer()
-            self._request(may_load=may_load)
+            if not self._log.covering:
+                self._watch_answer()
+                self._request(may_load=may_load)
         if self._whole.look(whole=self._is_whole(), wrote=before != (self.life, self._log.n)):
             self._log.beat()
         out = list(self._out)
@@ -236,7 +247,7 @@ class Session(Tenure):
         """Whether all that was read is applied, and nothing is known to be missing. Without a replay endpoint only a
         batch that follows says that none was lost before it.
         """
-        if self.phase is not Phase.FOLLOWING or self._live or self._answers or self._again:
+        if self.phase is not Phase.FOLLOWING or self._live or self._answers or self._again or self._log.covering:
             return False
         if not self.rank.replay:
             return self._followed
@@ -261,7 +272,7 @@ class Session(Tenure):
     # ---- answers of the replay endpoint
 
     def _take_answers(self, left: int) -> int:
-        while self._answers and self._ask is not None and left > 0:
+        while self._answers and self._ask is not None and left > 0 and not self._log.covering:
             seq, payload = self._answers.pop()
             if not payload:
                 self._finish(self._ask, ended=True)
@@ -403,7 +414,7 @@ class Session(Tenure):
     def _take_live(self, left: int) -> None:
         if self.phase is Phase.OPENING and not self.rank.replay:
             self._open_live()
-        while self._live and left > 0 and self.phase is Phase.FOLLOWING and self._sew():
+        while self._live and left > 0 and not self._log.covering and self.phase is Phase.FOLLOWING and self._sew():
             if self._live.first > self.last + 1 and self.rank.replay:
                 return  # a hole: replay first
             seq, payload = self._live.pop()

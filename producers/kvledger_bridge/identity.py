@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvledger_bridge.decode import BlockStored, ExtraKey
+from kvledger_bridge.pace import PIECE_BLOCKS, Work, slices
 from kvledger_index.blockkeys import Extra
 
 
@@ -25,7 +26,9 @@ class Identity(NamedTuple):
     """Whether a pair was seen: this engine's bare strings are then never multimodal identifiers."""
 
 
-def identify(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) -> Identity:
+def identify(
+    event: BlockStored, *, pairs_known: bool, multimodal: bool | None, piece_blocks: int = PIECE_BLOCKS
+) -> Work[Identity]:
     """Read the event's adapter, salt and media.
 
     ``pairs_known``: the engine is known to send multimodal items as pairs. ``multimodal`` False: it has none at all.
@@ -39,11 +42,14 @@ def identify(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) 
         return Identity(None, (), count, pairs=False)
     if len(entries) != count:
         return Identity(None, (), 0, pairs=False)
-    pairs_known = pairs_known or event.group_idx is not None or _has_pair(entries)  # group numbers came after pairs
+    pairs = yield from _has_pair(entries, piece_blocks)
+    pairs_known = pairs_known or event.group_idx is not None or pairs  # group numbers came after pairs
     salt = None
     extras: set[Extra] = set()  # an item is listed by every block that it covers
     blocks = 0
     for entry in entries:
+        if blocks and not blocks % piece_blocks:
+            yield
         words, found = _sort_out(entry or (), event.lora_name)
         if words is None:
             break
@@ -54,7 +60,7 @@ def identify(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) 
             salt = words[0]
         extras.update((blocks * event.block_size + offset, identifier) for identifier, offset in found)
         blocks += 1
-    return Identity(salt, tuple(sorted(extras)), blocks, pairs=_has_pair(entries))
+    return Identity(salt, tuple(sorted(extras)), blocks, pairs=pairs)
 
 
 class Listing(NamedTuple):
@@ -67,7 +73,9 @@ class Listing(NamedTuple):
     readable: int
 
 
-def listing(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) -> Listing:
+def listing(
+    event: BlockStored, *, pairs_known: bool, multimodal: bool | None, piece_blocks: int = PIECE_BLOCKS
+) -> Work[Listing]:
     """Read the extra keys of an event for the engine's chain; what cannot be told ends it. O(blocks + items)."""
     entries, count = event.extra_keys, len(event.block_hashes)
     if event.lora_id is not None and event.lora_name is None:
@@ -76,10 +84,12 @@ def listing(event: BlockStored, *, pairs_known: bool, multimodal: bool | None) -
         return Listing(None, None, count)
     if len(entries) != count:
         return Listing(None, None, 0)
-    pairs_known = pairs_known or event.group_idx is not None or _has_pair(entries)
+    pairs_known = pairs_known or event.group_idx is not None or (yield from _has_pair(entries, piece_blocks))
     salt = None
     media: list[tuple[tuple[str, int], ...]] = []
     for entry in entries:
+        if media and not len(media) % piece_blocks:
+            yield
         words, found = _sort_out(entry or (), event.lora_name)
         if words is None:
             break
@@ -145,5 +155,10 @@ def _sort_out(entry: tuple[ExtraKey, ...], lora: str | None) -> tuple[list[str] 
     return words, pairs
 
 
-def _has_pair(entries: tuple[tuple[ExtraKey, ...] | None, ...]) -> bool:
-    return any(isinstance(item, tuple) for entry in entries if entry for item in entry)
+def _has_pair(entries: tuple[tuple[ExtraKey, ...] | None, ...], piece_blocks: int) -> Work[bool]:
+    for some in slices(entries, piece_blocks):
+        if any(isinstance(item, tuple) for entry in some if entry for item in entry):
+            return True
+        if len(entries) > piece_blocks:
+            yield
+    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger_bridge.lineage import Block
+from kvledger_bridge.blocks import Block
 
 
 class Counts:

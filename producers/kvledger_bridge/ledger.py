@@ -15,11 +15,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvledger_bridge.decode import AllBlocksCleared, Batch, BlockRemoved, BlockStored, low64
+from kvledger_bridge.blocks import Block, Span
+from kvledger_bridge.decode import Batch, BlockRemoved, BlockStored, HashValue, low64
+from kvledger_bridge.hearing import names_of
 from kvledger_bridge.identity import opaque_from as first_opaque
 from kvledger_bridge.lanes import Counts, Lane
-from kvledger_bridge.lineage import Block, Lineage, Move, Span
-from kvledger_bridge.runs import OpenChange, Part, lay_out
+from kvledger_bridge.lineage import Lineage, Move
+from kvledger_bridge.pace import PIECE_BLOCKS, Work, at_once, batched, slices
+from kvledger_bridge.runs import Draft, OpenChange, Part, lay_out
 from kvledger_bridge.veil import Veil
 from kvledger_index.enginehash import Scheme
 from kvledger_index.model import GROUP_MAX, MEDIA, GroupSpec, ModelEntry, medium_of
@@ -68,35 +71,24 @@ class Piece(msgspec.Struct, frozen=True):
     veiled: tuple[tuple[int, int], ...] = ()
 
 
-class _Draft:
-    """A group's changes since the batch began or was cut."""
-
-    __slots__ = ("changes", "spec")
-
-    def __init__(self) -> None:
-        self.changes: list[OpenChange] = []
-        self.spec: GroupSpec | None = None
-
-    def open(self, op: int, medium: int, origin: int, *, digests: bool = False) -> OpenChange:
-        """The change to extend: the last one where it is of the same kind. ``digests``: it tells whole hashes, too."""
-        if self.changes:
-            last = self.changes[-1]
-            if last.op == op and last.medium == medium and last.origin == origin:
-                return last
-        change = OpenChange(op, medium, origin, digests=digests)
-        self.changes.append(change)
-        return change
-
-
 class Ledger:
     """One rank's knowledge within one life; starts empty. Not thread-safe.
 
-    ``parents_max`` bounds non-resident blocks, ``orphans_max`` the strides of dense events that wait for their parent.
+    ``parents_max`` bounds non-resident blocks, ``orphans_max`` the strides of dense events that wait for their parent;
+    ``piece_blocks`` is after how many blocks, or so, ``work`` pauses.
     """
 
-    def __init__(self, entry: ModelEntry, *, parents_max: int = PARENTS_MAX, orphans_max: int = ORPHANS_MAX) -> None:
+    def __init__(
+        self,
+        entry: ModelEntry,
+        *,
+        parents_max: int = PARENTS_MAX,
+        orphans_max: int = ORPHANS_MAX,
+        piece_blocks: int = PIECE_BLOCKS,
+    ) -> None:
         self.counts = Counts()
-        self.lineage = Lineage(entry, parents_max=parents_max, orphans_max=orphans_max)
+        self.lineage = Lineage(entry, parents_max=parents_max, orphans_max=orphans_max, piece_blocks=piece_blocks)
+        self._piece = piece_blocks
         self._entry = entry
         self.veil = Veil(parents_max)
         self._counted = entry.copies == "counted"
@@ -106,7 +98,7 @@ class Ledger:
         self._specs: dict[int | None, GroupSpec] = {}
         self._reasons: set[str] = set()
         self._untold: list[str] = []
-        self._drafts: dict[int | None, _Draft] = {}
+        self._drafts: dict[int | None, Draft] = {}
         self._pieces: list[Piece] = []
         self._parts: dict[Span, list[Part]] = {}
         self._seq = -1
@@ -116,11 +108,16 @@ class Ledger:
         self._computed: set[tuple[int, ...]] = set()  # first strides of what the batch computed from token 0
 
     def apply(self, seq: int, batch: Batch, origin: int = LIVE) -> list[Piece]:
+        """``work`` without a pause."""
+        return at_once(self.work(seq, batch, origin))
+
+    def work(self, seq: int, batch: Batch, origin: int = LIVE) -> Work[list[Piece]]:
         """Take one batch, the next in sequence order, exactly once; ``origin`` is LIVE or REPLAYED.
 
         Returns the batch's pieces in the order of their records: all groups before a clear, in the order in which
         they first changed, the clear, all groups after it. Nothing changed: an empty list. ``batch.failures`` are the
-        caller's: they mean that this batch is not known in full. O(blocks).
+        caller's: they mean that this batch is not known in full. O(blocks). Until it has returned, the ledger stands
+        between two batches: nothing may be read from it but ``take_uncertain``, and if it is left it is worthless.
         """
         self._seq, self._ts = seq, batch.ts
         self._drafts, self._pieces, self._parts = {}, [], {}
@@ -130,23 +127,39 @@ class Ledger:
                 self._doubt(
                     f"unknown event tag {tag}: list it in harmless_tags of the model entry if it changes no cache"
                 )
-        spans = self.lineage.place(batch.events)
+        spans = yield from self.lineage.place(batch.events)
         self._recorded = self.lineage.chains.recorded
-        moves = self.lineage.moves
-        for move in moves:
-            self._move(move)
+        yield from self._follow(self.lineage.moves)
         # a span that was placed before a name of it was taken back is not to be trusted
-        by_hash = any(move.was is not None for move in moves)
+        by_hash = any(move.was is not None for move in self.lineage.moves)
+        done, piece = 0, self._piece
         for event, span in zip(batch.events, spans, strict=True):
-            match event:
-                case BlockStored():
-                    self._stored(event, span, origin, by_hash=by_hash)
-                case BlockRemoved():
-                    self._removed(event, origin)
-                case AllBlocksCleared():
-                    self._cleared(origin)
+            if done >= piece:
+                done = 0
+                yield
+            if isinstance(event, BlockRemoved):
+                count = len(event.block_hashes)
+                done += 1 + count
+                if count <= piece:
+                    self._removed(event, event.block_hashes, origin)
+                    continue
+                for some in slices(event.block_hashes, piece):
+                    self._removed(event, some, origin)
+                    yield
+            elif isinstance(event, BlockStored):
+                done += 1 + len(event.block_hashes)
+                yield from self._stored(event, span, origin, by_hash=by_hash)
+            else:
+                yield from self._cleared(origin)
         for name in self.veil.catch_up(self.lineage.chains.finder):
             self._mark_veiled(name)
+        self._doubt_lineage()
+        self._cut()
+        self._parts = {}
+        yield from self.lineage.trim()
+        return self._pieces
+
+    def _doubt_lineage(self) -> None:
         if self.lineage.chains.finder.refuted:
             self._doubt(
                 "hash_scheme of the model entry is not this engine's: correct it, or leave it out to have it found"
@@ -156,10 +169,6 @@ class Ledger:
                 "one prefix under two engine hashes: this engine tells prompts apart (salt, adapter, media) by what it "
                 "does not publish"
             )
-        self._cut()
-        self._parts = {}
-        self.lineage.trim()
-        return self._pieces
 
     def take_uncertain(self) -> tuple[str, ...]:
         """Reasons for doubt that no piece has carried yet; for the heartbeat of a batch without pieces."""
@@ -215,7 +224,7 @@ class Ledger:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def _stored(self, event: BlockStored, span: Span | None, origin: int, *, by_hash: bool) -> None:
+    def _stored(self, event: BlockStored, span: Span | None, origin: int, *, by_hash: bool) -> Work[None]:
         group = event.group_idx
         if not self._nameable(group):
             return
@@ -224,27 +233,35 @@ class Ledger:
             self._learn(event)
         if not event.block_hashes:
             if medium == "gpu" and event.parent_block_hash is None:
-                self._computed.add(event.token_ids[: self.lineage.stride])
+                self._computed.add(tuple(event.token_ids[: self.lineage.stride]))
             return
         lane = self._lane(group, MEDIA.index(medium))
         if len(self._heard) < WORDS_MAX:
             self._heard[group, event.medium] = lane
         change = self._draft(group).open(STORED, lane.code, origin, digests=self._recorded)
         before = len(lane.copies) + len(lane.unplaced)
-        names = span.hashes if span is not None else tuple([low64(each) for each in event.block_hashes])
+        names = span.hashes if span is not None else (yield from names_of(event.block_hashes, self._piece))
         places: Sequence[int] = range(len(names))
         if span is not None and span.blocks and not by_hash:
-            places = self._store_span(lane, span, change)
+            places = yield from self._store_span(lane, span, change)
         if places:
-            self._store_by_hash(lane, event, names, places, change)
+            yield from self._store_by_hash(lane, event, names, places, change)
         if lane.gpu:
             self._watch(lane, event, span, names, fresh=len(lane.copies) + len(lane.unplaced) > before)
         if span is not None and span.start < 0:
-            self.lineage.hold(span)
+            yield from self.lineage.hold(span)
 
-    def _store_span(self, lane: Lane, span: Span, change: OpenChange) -> Sequence[int]:
+    def _store_span(self, lane: Lane, span: Span, change: OpenChange) -> Work[Sequence[int]]:
         """One copy more of each block of a placed span; returns which of its hashes are none of them."""
-        for part in self._parts_of(span):
+        parts = self._parts.get(span)
+        if parts is None:
+            parts = self._parts[span] = yield from lay_out(span, digests=self._recorded, piece_blocks=self._piece)
+        done = 0
+        for part in parts:
+            if done >= self._piece:
+                done = 0
+                yield
+            done += len(part.members)
             change.add_part(part, self._count_part(lane, part))
         places = range(span.named, len(span.hashes))
         if None in span.blocks:
@@ -269,11 +286,13 @@ class Ledger:
 
     def _store_by_hash(
         self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], change: OpenChange
-    ) -> None:
+    ) -> Work[None]:
         """Those of an event's hashes that are not part of a placed span: found by name, else unplaced."""
         opaque_from = -1
         loose: list[int] = []
-        for place in places:
+        for i, place in enumerate(places):
+            if i and not i % self._piece:
+                yield
             name = names[place]
             block = self.lineage.find(name, gpu=lane.gpu)
             if block is not None:
@@ -295,24 +314,28 @@ class Ledger:
                 lane.opaque.add(name)
         if not loose:
             return
-        self._veil_of(lane, event, names, loose, opaque_from)
+        yield from self._veil_of(lane, event, names, loose, opaque_from)
         masked = event.token_ids and len(names) * event.block_size != len(event.token_ids)
         if masked and lane.gpu:
             self.lineage.chains.force()
 
     def _veil_of(
         self, lane: Lane, event: BlockStored, names: Sequence[int], places: Sequence[int], opaque_from: int
-    ) -> None:
+    ) -> Work[None]:
         """Find out which of an event's hashes without a key are veiled, and mark them in every lane that has them."""
-        proven = [names[place] for place in places if names[place] in self.veil]
+        found = places
         if lane.gpu:
             behind = event.parent_block_hash
             parent = None if behind is None else self.lineage.find(low64(behind), gpu=True)
             finder = self.lineage.chains.finder
-            found = self.veil.prove(event, names, places, opaque_from, parent=parent, finder=finder)
-            proven = [names[place] for place in found]
-        for name in proven:
-            if name not in lane.veiled:
+            found = yield from self.veil.prove(
+                event, names, places, opaque_from, parent=parent, finder=finder, piece_blocks=self._piece
+            )
+        for i, place in enumerate(found):
+            if i and not i % self._piece:
+                yield
+            name = names[place]
+            if name not in lane.veiled and (lane.gpu or name in self.veil):
                 self._mark_veiled(name)
 
     def _mark_veiled(self, name: int) -> None:
@@ -337,7 +360,7 @@ class Ledger:
     def _watch(self, lane: Lane, event: BlockStored, span: Span | None, names: Sequence[int], *, fresh: bool) -> None:
         """Look for full reports. ``fresh``: the event brought its lane something new."""
         if event.parent_block_hash is None:
-            head = event.token_ids[: self.lineage.stride]
+            head = tuple(event.token_ids[: self.lineage.stride])
             if fresh:
                 self._computed.add(head)
             elif span is not None and span.blocks:
@@ -363,16 +386,17 @@ class Ledger:
                 "forbid it at the gateway, or set full_reports in the model entry"
             )
 
-    def _removed(self, event: BlockRemoved, origin: int) -> None:
+    def _removed(self, event: BlockRemoved, hashes: Sequence[HashValue], origin: int) -> None:
+        """One copy less of each of ``hashes``, which are all of the event's or some of them."""
         group = event.group_idx
         lane = self._heard.get((group, event.medium)) or self._lanes.get((group, MEDIA.index(medium_of(event.medium))))
         if lane is None:
             if not self._nameable(group):
                 return
-            self.counts.removals_unknown += len(event.block_hashes)
+            self.counts.removals_unknown += len(hashes)
             return
         change: OpenChange | None = None
-        for each in event.block_hashes:
+        for each in hashes:
             name = low64(each)
             block = self.lineage.find(name, gpu=lane.gpu)
             have = lane.unplaced.get(name) if block is None else lane.copies.get(block)
@@ -394,16 +418,21 @@ class Ledger:
                     del lane.copies[block]
                     self.lineage.release(block)
 
-    def _cleared(self, origin: int) -> None:
+    def _cleared(self, origin: int) -> Work[None]:
         """GPU, CPU and unknown media are empty from here on; storage outlives the engine."""
         self.counts.clears += 1
         self._cut()
+        done = 0
         for lane in self._lanes.values():
             if lane.code in _CLEARS:
-                for block in lane.copies:
-                    self.lineage.release(block)
-                for name in lane.unplaced:
-                    self.lineage.tighten(name)
+                for blocks in batched(lane.copies, self._piece):
+                    for block in blocks:
+                        self.lineage.release(block)
+                    done = yield from self._pause(done + len(blocks))
+                for names in batched(lane.unplaced, self._piece):
+                    for name in names:
+                        self.lineage.tighten(name)
+                    done = yield from self._pause(done + len(names))
                 lane.copies.clear()
                 lane.unplaced.clear()
                 lane.opaque.clear()
@@ -411,6 +440,19 @@ class Ledger:
         changes = tuple(Change(CLEARED, code, self._seq, self._ts, origin=origin) for code in _CLEARS)
         scheme = self.lineage.chains.take_scheme()
         self._pieces.append(Piece(RANK_WIDE, changes, uncertain=self.take_uncertain(), scheme=scheme))
+
+    def _pause(self, done: int) -> Work[int]:
+        """Pause if so much was done; what to count on from."""
+        if done < self._piece:
+            return done
+        yield
+        return 0
+
+    def _follow(self, moves: Sequence[Move]) -> Work[None]:
+        for i, move in enumerate(moves, 1):
+            self._move(move)
+            if not i % self._piece:
+                yield
 
     def _move(self, move: Move) -> None:
         """Follow a hash from one block, or from none, to another, or to none. No copy comes or goes."""
@@ -524,17 +566,11 @@ class Ledger:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _draft(self, group: int | None) -> _Draft:
+    def _draft(self, group: int | None) -> Draft:
         draft = self._drafts.get(group)
         if draft is None:
-            draft = self._drafts[group] = _Draft()
+            draft = self._drafts[group] = Draft()
         return draft
-
-    def _parts_of(self, span: Span) -> list[Part]:
-        parts = self._parts.get(span)
-        if parts is None:
-            parts = self._parts[span] = lay_out(span, digests=self._recorded)
-        return parts
 
     def _cut(self) -> None:
         """Turn the drafts into pieces; the first takes the reasons that nobody was told yet."""

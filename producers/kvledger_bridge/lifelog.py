@@ -3,6 +3,9 @@
 Every method appends to ``out`` what has to be produced, in order. Records of a life are numbered without holes from
 0 (Opened). Whether something may be written at all is the session's business, not this module's. What is written is
 read here, too, as any reader reads it: a checkpoint restates what readers know.
+
+A batch is covered in bounded pieces. Its unit is written, and its records numbered, when it is whole: what has to be
+said of the rank at once is said before it, of the batch before. If the life ends meanwhile, the ledger goes with it.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import xxhash
+from msgspec import structs
 
 from kvledger_bridge.commands import Command, Counts, DeadLetter, Ledger, Note, Rank, Write
 from kvledger_bridge.continuity import Known
 from kvledger_bridge.errors import Undecodable
+from kvledger_bridge.pace import Work
 from kvledger_bridge.snapshot import Part, restated
-from kvledger_bridge.unit import Covered, Piece, records
+from kvledger_bridge.unit import Covered, Piece, record_unit
 from kvledger_index.model import ModelEntry
 from kvledger_wire.accept import NO_LIFE, RankState, accept
 from kvledger_wire.partition import RANK_WIDE
@@ -54,7 +59,7 @@ class LifeLog:
         out: list[Command],
         counts: Counts,
         *,
-        decode: Callable[[bytes], Any],
+        decode: Callable[[bytes], Work[Any]],
         ledger: Callable[[ModelEntry], Ledger],
         snapshot: Callable[[Any, int], Iterator[Part]],
     ) -> None:
@@ -75,6 +80,7 @@ class LifeLog:
         self._snapshot = snapshot
         self._parts: Iterator[Part] | None = None
         self._part = 0
+        self._work: Work[None] | None = None
         self._reasons: list[str] = []
         self._noted: set[str] = set()
 
@@ -86,7 +92,12 @@ class LifeLog:
     def forget(self) -> None:
         """The life is over; the next record has to be an Opened."""
         self.life, self.n, self.seq, self.digest, self.process = NO_LIFE, -1, -1, b"", None
-        self.state, self._parts = RankState(owner=self.owner), None
+        self.state = RankState(owner=self.owner)
+        self.leave()
+
+    def leave(self) -> None:
+        """Whatever is half done is not finished: after this nothing may be written before the next life."""
+        self._parts = self._work = None
 
     def take_up(self, state: RankState, ledger: Ledger) -> None:
         """Go on with a life that earlier owners wrote, as the log up to the own Fence tells it: suspended."""
@@ -173,33 +184,26 @@ class LifeLog:
             self._counts.checkpoints += 1
         self._emit(RANK_WIDE, checkpoint)
 
+    @property
+    def covering(self) -> bool:
+        """Whether a batch is covered in part: until it is whole, no other may be, and no checkpoint may begin."""
+        return self._work is not None
+
     def cover(self, seq: int, payload: bytes, digest: bytes, origin: int) -> None:
-        """The next batch: its changes, or a heartbeat, or what a batch that cannot be read leads to."""
-        try:
-            batch = self._decode(payload)
-        except Undecodable as error:
-            self._counts.undecodable += 1
-            self._spoilt(seq, payload, digest, str(error), self.rank.entry.loss)
-            if self.rank.entry.loss == "keep":
-                self._write(seq, digest, ())
+        """The next batch, or its first piece: its changes, or a heartbeat, or what a batch that cannot be read leads
+        to.
+        """
+        self._work = self._cover(seq, payload, digest, origin)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The next piece of the batch that is being covered. O(piece)."""
+        if self._work is None:
             return
-        self._look(batch)
-        strange = [tag for tag in batch.unknown if tag not in self.rank.entry.harmless_tags]
-        if strange:
-            self._out.append(DeadLetter(seq, f"unknown event tag {strange[0]}", digest, payload))
-        if batch.failures:
-            first = batch.failures[0]
-            self._spoilt(seq, payload, digest, f"event {first.index}: {first.reason}", self.rank.entry.loss)
-            if self.rank.entry.loss == "invalidate":
-                return
         try:
-            pieces = self._ledger.apply(seq, batch, origin)
-        except Exception as error:  # noqa: BLE001  one rank's poison must not stop the node; its type is told, no value
-            kind = type(error).__name__
-            self._out.append(Note("ledger_failed", kind))
-            self._spoilt(seq, payload, digest, f"the ledger failed: {kind}", "invalidate")
-            return
-        self._write(seq, digest, pieces)
+            next(self._work)
+        except StopIteration:
+            self._work = None
 
     def lose(self, seq: int, payload: bytes) -> None:
         """The batches before ``seq`` are gone for good, the engine lives on: go on at ``seq``."""
@@ -215,6 +219,33 @@ class LifeLog:
 
     # ---- inside
 
+    def _cover(self, seq: int, payload: bytes, digest: bytes, origin: int) -> Work[None]:
+        try:
+            batch = yield from self._decode(payload)
+        except Undecodable as error:
+            self._counts.undecodable += 1
+            self._spoilt(seq, payload, digest, str(error), self.rank.entry.loss)
+            if self.rank.entry.loss == "keep":
+                yield from self._write(seq, digest, ())
+            return
+        self._look(batch)
+        strange = [tag for tag in batch.unknown if tag not in self.rank.entry.harmless_tags]
+        if strange:
+            self._out.append(DeadLetter(seq, f"unknown event tag {strange[0]}", digest, payload))
+        if batch.failures:
+            first = batch.failures[0]
+            self._spoilt(seq, payload, digest, f"event {first.index}: {first.reason}", self.rank.entry.loss)
+            if self.rank.entry.loss == "invalidate":
+                return
+        try:
+            pieces = yield from self._ledger.work(seq, batch, origin)
+        except Exception as error:  # noqa: BLE001  one rank's poison must not stop the node; its type is told, no value
+            kind = type(error).__name__
+            self._out.append(Note("ledger_failed", kind))
+            self._spoilt(seq, payload, digest, f"the ledger failed: {kind}", "invalidate")
+            return
+        yield from self._write(seq, digest, pieces)
+
     def _look(self, batch: Any) -> None:
         """Count what the batch says beside its events."""
         self._counts.unknown_events += len(batch.unknown)
@@ -226,23 +257,28 @@ class LifeLog:
                 "correct the data address or the rank"
             )
 
-    def _write(self, seq: int, digest: bytes, pieces: Sequence[Piece]) -> None:
-        self.seq, self.digest = seq, digest
+    def _write(self, seq: int, digest: bytes, pieces: Sequence[Piece]) -> Work[None]:
         if not pieces:
+            self.seq, self.digest = seq, digest
             self.beat()
             return
-        covered = Covered(self.owner, self.life, seq, digest)
-        unit = records(covered, self.n + 1, pieces, self._take_reasons())
+        covered, first = Covered(self.owner, self.life, seq, digest), self.n + 1
+        unit = yield from record_unit(covered, first, pieces, self._take_reasons())
+        self.seq, self.digest = seq, digest
+        said = self.n + 1 - first
         self.n += len(unit)
-        for group, record in unit:
-            self._emit(group, record)
+        for group, record in unit:  # of a unit all or nothing may be written: any other record would end it
+            self._emit(group, structs.replace(record, n=record.n + said) if said else record)
 
     def _spoilt(self, seq: int, payload: bytes, digest: bytes, reason: str, policy: Policy) -> None:
         """A batch that cannot be read as a whole: a hole of one sequence, with a dead letter."""
         self._out.append(DeadLetter(seq, reason, digest, payload))
         self._gap(seq, seq, reason, policy)
         if policy == "invalidate":
+            doubted = self.state.suspended
             self.open(seq, digest, partial=True, why=f"batch {seq} cannot be read", process=self.process)
+            if doubted:
+                self.suspend("continuity was lost before that batch was read")
 
     def _gap(self, first: int, last: int, cause: str, policy: Policy) -> None:
         gap = Gap(SCHEMA, self.owner, self.life, self._next(), first, last, cause, policy)

@@ -14,99 +14,21 @@ Residency is the ledger's; it tells the lineage by ``Block.refs`` and by ``hold`
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from kvledger_bridge.blocks import NAMELESS, SEGMENT_MASK, Block, Span
 from kvledger_bridge.chained import Chained, Chains
 from kvledger_bridge.decode import BlockStored, Event, low64
+from kvledger_bridge.hearing import names_of, packed, same
 from kvledger_bridge.identity import identify, listing
-from kvledger_index.blockkeys import SEGMENT_STRIDES, Extra, extend, root_key, token_bytes
+from kvledger_bridge.pace import PIECE_BLOCKS, Work, at_once, slices
+from kvledger_index.blockkeys import Extra, extend, root_key
 from kvledger_index.errors import InvalidInput
 from kvledger_index.model import ModelEntry, medium_of
-
-SEGMENT_MASK = SEGMENT_STRIDES - 1
-"""Takes the place within its segment out of a stride's number."""
-
-NAMELESS = -1
-"""``Block.hash`` once no hash means the block any more."""
-
-
-class Block:
-    """One block key with what a removal, which brings a hash only, has to say of it.
-
-    ``row`` is the first key of its segment, ``parent`` the stride key before it, ``end`` the strides from token 0 to
-    its end. ``refs`` counts the lanes in which it is resident. ``hash`` is the first of its names, or NAMELESS.
-    ``digest`` is the engine's whole hash, where the rank's chains are recomputed and it is known; ``plain`` then says
-    whether it was computed without extra keys from token 0 on (None: neither is proven).
-    """
-
-    __slots__ = ("digest", "end", "hash", "key", "parent", "plain", "refs", "row")
-
-    def __init__(self, name: int, key: int, row: int, parent: int, end: int) -> None:
-        self.hash = name
-        self.key = key
-        self.row = row
-        self.parent = parent
-        self.end = end
-        self.refs = 0
-        self.digest: bytes | None = None
-        self.plain: bool | None = None
-
-
-class Span:
-    """An event that tells its own identity: ``hashes`` name ``per`` strides of ``tokens`` each; of a ``masked`` one,
-    some of the blocks of ``tokens``, so that only its ``chained`` form can place them.
-
-    ``parent`` is a hash, None where ``root`` is the key of the namespace. ``named`` of the hashes can be placed.
-    Once its start is known: ``keys`` of all their strides, from stride ``start`` on, the key ``before`` them, the
-    ``row`` that was open there, and ``blocks`` (None: a hash that was seen under two keys; none at all for a masked
-    event, whose hashes are found one by one). ``links`` are what its chain named.
-    """
-
-    __slots__ = (
-        "before",
-        "blocks",
-        "chained",
-        "extras",
-        "gpu",
-        "hashes",
-        "held",
-        "keys",
-        "links",
-        "live",
-        "masked",
-        "named",
-        "parent",
-        "per",
-        "root",
-        "row",
-        "size",
-        "start",
-        "tokens",
-    )
-
-    def __init__(self, hashes: tuple[int, ...], parent: int | None, root: int, per: int, *, gpu: bool) -> None:
-        self.hashes = hashes
-        self.parent = parent
-        self.root = root
-        self.per = per
-        self.gpu = gpu
-        self.tokens = b""
-        self.extras: tuple[Extra, ...] = ()
-        self.named = 0
-        self.keys: list[int] = []
-        self.start = -1
-        self.before = 0
-        self.row = 0
-        self.blocks: list[Block | None] = []
-        self.size = len(hashes) * per
-        self.live = 0
-        self.held = False
-        self.masked = False
-        self.chained: Chained | None = None
-        self.links: list[tuple[int, Block]] = []
 
 
 class Move(NamedTuple):
@@ -133,11 +55,16 @@ class Names(NamedTuple):
 
 
 class Lineage:
-    """The names of one rank in one life. Not thread-safe; every method is O(1) per block."""
+    """The names of one rank in one life. Not thread-safe; every method is O(1) per block.
 
-    def __init__(self, entry: ModelEntry, *, parents_max: int, orphans_max: int) -> None:
+    Work pauses after every ``piece_blocks`` blocks or so.
+    """
+
+    def __init__(
+        self, entry: ModelEntry, *, parents_max: int, orphans_max: int, piece_blocks: int = PIECE_BLOCKS
+    ) -> None:
         self.stride = entry.stride
-        self.chains = Chains(entry, entry.stride)
+        self.chains = Chains(entry, entry.stride, piece_blocks=piece_blocks)
         self.loose: dict[int, int] = {}
         """Hashes that are resident without a name -> in how many lanes."""
         self.moves: list[Move] = []
@@ -148,6 +75,7 @@ class Lineage:
         self._entry = entry
         self._parents_max = parents_max
         self._orphans_max = orphans_max
+        self._piece = piece_blocks
         self._strong: dict[int, Block] = {}
         self._weak: dict[int, Block] = {}
         self._keys: dict[int, Block] = {}
@@ -212,7 +140,7 @@ class Lineage:
             if was is not None:
                 self._unname(name, was)
 
-    def place(self, events: Sequence[Event]) -> list[Span | None]:
+    def place(self, events: Sequence[Event]) -> Work[list[Span | None]]:
         """Name whatever the dense events of a batch name, in whatever order their parents come.
 
         Returns one entry per event: its span, or None where it can only be found by hash. A span without ``blocks``
@@ -220,35 +148,56 @@ class Lineage:
         """
         self.moves = []
         self._last = None
-        for event in events:  # groups first: whether digests are kept must be known before the first span is placed
-            if type(event) is BlockStored and (event.medium == "GPU" or medium_of(event.medium) == "gpu"):
-                self.chains.hear(event)
+        for some in slices(events, self._piece):  # groups first: whether digests are kept must be known before any span
+            for event in some:
+                if type(event) is BlockStored and (event.medium == "GPU" or medium_of(event.medium) == "gpu"):
+                    self.chains.hear(event)
+            if len(events) > self._piece:
+                yield
         waiting: dict[int, list[Span]] = {}
         spans: list[Span | None] = []
         masked: list[Span] = []
+        done, piece = 0, self._piece
         for event in events:
-            span = self._span(event) if isinstance(event, BlockStored) and event.token_ids else None
+            if done >= piece:
+                done = 0
+                yield
+            done += 1
+            if type(event) is not BlockStored or not event.token_ids:
+                spans.append(None)
+                continue
+            done += len(event.block_hashes)
+            span = yield from self._span(event)
             spans.append(span)
             if span is None or span.start >= 0:
                 continue
             if span.masked:
                 masked.append(span)
             elif span.named:
-                self._plant(span, waiting)
+                yield from self._plant(span, waiting)
+        yield from self._place_masked(masked, waiting)
+        return spans
+
+    def _place_masked(self, masked: Sequence[Span], waiting: dict[int, list[Span]]) -> Work[None]:
+        """Last: most of their hashes are named by then."""
         known = self._strong
-        for span in masked:  # last: most of their hashes are named by then
+        done = 0
+        for span in masked:
             if span.start >= 0:
                 continue
+            done += 1 + len(span.hashes)
+            if done >= self._piece:
+                done = 0
+                yield
             if span.hashes and all(name in known for name in span.hashes):
                 span.start = 0
             else:
-                self._plant(span, waiting)
-        return spans
+                yield from self._plant(span, waiting)
 
-    def _plant(self, span: Span, waiting: dict[int, list[Span]]) -> None:
+    def _plant(self, span: Span, waiting: dict[int, list[Span]]) -> Work[None]:
         """Name what follows from a span, if its parent is known; else let it wait for the rest of the batch."""
         if span.parent is None:
-            self._grow(span, None, waiting)
+            yield from self._grow(span, None, waiting)
             return
         parent = self.find(span.parent, gpu=span.gpu)
         if parent is None:
@@ -258,9 +207,9 @@ class Lineage:
             return
         if not parent.refs and parent in self._idle:
             self._idle.move_to_end(parent)
-        self._grow(span, parent, waiting)
+        yield from self._grow(span, parent, waiting)
 
-    def _span(self, event: BlockStored) -> Span | None:
+    def _span(self, event: BlockStored) -> Work[Span | None]:
         """The event as a span; None where it is masked, cut across strides, or of an identity that cannot be told."""
         size = event.block_size
         hashes = event.block_hashes
@@ -270,15 +219,17 @@ class Lineage:
         gpu = medium_of(event.medium) == "gpu"
         if not dense and not (gpu and self.chains.need.chains):
             return None
-        if self._last is not None and self._last[1].gpu == gpu and _same(self._last[0], event):
+        if self._last is not None and self._last[1].gpu == gpu and (yield from same(self._last[0], event, self._piece)):
             return self._last[1]  # groups of equal block size repeat each other's event
         if not dense:
-            return self._masked(event)
-        identity = identify(event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal)
+            return (yield from self._masked(event))
+        identity = yield from identify(
+            event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal, piece_blocks=self._piece
+        )
         self._pairs_known = self._pairs_known or identity.pairs
         parent = event.parent_block_hash
         span = Span(
-            tuple([low64(each) for each in hashes]),
+            (yield from names_of(hashes, self._piece)),
             None if parent is None else low64(parent),
             root_key(self._entry.model, event.lora_name, identity.salt) if parent is None else 0,
             size // self.stride,
@@ -289,116 +240,155 @@ class Lineage:
         if identity.extras:
             self.chains.media = True
         try:
-            span.tokens = token_bytes(event.token_ids)
+            span.tokens = yield from packed(event.token_ids, self._piece)
         except InvalidInput:
             span.named = 0
         if span.named < len(hashes):
             self.unreadable += 1
         if gpu and span.named:
-            span.chained = self.chains.read(event, span.hashes, dense=True)
+            span.chained = yield from self.chains.read(event, span.hashes, dense=True)
         self._last = (event, span)
         return span
 
-    def _masked(self, event: BlockStored) -> Span | None:
+    def _masked(self, event: BlockStored) -> Work[Span | None]:
         """A masked GPU event as a span; None where its chain cannot be computed."""
-        heard = listing(event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal)
+        heard = yield from listing(
+            event, pairs_known=self._pairs_known, multimodal=self._entry.multimodal, piece_blocks=self._piece
+        )
         parent = event.parent_block_hash
-        names = tuple([low64(each) for each in event.block_hashes])
+        names = yield from names_of(event.block_hashes, self._piece)
         root = root_key(self._entry.model, event.lora_name, heard.salt) if parent is None else 0
         span = Span(names, None if parent is None else low64(parent), root, event.block_size // self.stride, gpu=True)
-        span.chained = self.chains.read(event, names, dense=False, heard=heard)
+        span.chained = yield from self.chains.read(event, names, dense=False, heard=heard)
         if span.chained is None:
             return None
         span.masked = True
         span.named = len(names)
         span.size = len(event.token_ids) // self.stride
         try:
-            span.tokens = token_bytes(event.token_ids)
+            span.tokens = yield from packed(event.token_ids, self._piece)
         except InvalidInput:
             return None
         self._last = (event, span)
         return span
 
-    def _grow(self, span: Span, parent: Block | None, waiting: dict[int, list[Span]]) -> None:
+    def _grow(self, span: Span, parent: Block | None, waiting: dict[int, list[Span]]) -> Work[None]:
         """Name what ``span`` names, then what everything that waited for one of these names, without recursion.
 
         ``parent`` None: it starts at token 0.
         """
         work = [(span, parent)]
+        done = 0
         while work:
             span, parent = work.pop()
             raw = span.tokens
             if not span.masked:
-                self._assign(span, parent)
+                yield from self._assign(span, parent)
             if span.chained is not None:
-                self._link(span, span.chained, parent, raw)
+                yield from self._link(span, span.chained, parent, raw)
             span.tokens = b""
+            done += 1 + span.size
+            if done >= self._piece and work:
+                done = 0
+                yield
             if not (waiting or self._orphans):
                 continue
-            for name, block in chain(zip(span.hashes, span.blocks, strict=False), span.links):
-                if block is None:
-                    continue
-                for place in (waiting, self._orphans):
-                    kin = place.get(name)
-                    if kin is None:
-                        continue
-                    ready = [each for each in kin if span.gpu or not each.gpu]
-                    for each in ready:
-                        self._forget_orphan(each)
-                        work.append((each, block))
-                    rest = [each for each in kin if each not in ready]
-                    if rest:
-                        place[name] = rest
-                    else:
-                        place.pop(name, None)
+            for i, (name, block) in enumerate(chain(zip(span.hashes, span.blocks, strict=False), span.links), 1):
+                if not i % self._piece:
+                    yield
+                if block is not None:
+                    work += yield from self._kin(name, block, waiting, gpu=span.gpu)
 
-    def _assign(self, span: Span, parent: Block | None) -> None:
+    def _kin(
+        self, name: int, block: Block, waiting: dict[int, list[Span]], *, gpu: bool
+    ) -> Work[list[tuple[Span, Block | None]]]:
+        """What waited for ``name`` and can now be placed, taken out of where it waited."""
+        found: list[tuple[Span, Block | None]] = []
+        for place in (waiting, self._orphans):
+            kin = place.get(name)
+            if kin is None:
+                continue
+            ready = [each for each in kin if gpu or not each.gpu]
+            for each in ready:
+                yield from self._forget_orphan(each)
+                found.append((each, block))
+            rest = [each for each in kin if each not in ready]
+            if rest:
+                place[name] = rest
+            else:
+                place.pop(name, None)
+        return found
+
+    def _assign(self, span: Span, parent: Block | None) -> Work[None]:
         """Compute the keys of a dense span that starts behind ``parent``, and name its blocks."""
         key, start, row = (span.root, 0, 0) if parent is None else (parent.key, parent.end, parent.row)
         per = span.per
-        count = span.named * per
-        tokens = span.tokens if span.named == len(span.hashes) else span.tokens[: count * self.stride * 4]
-        keys = extend(key, tokens, self.stride, extras=span.extras)
-        if not span.gpu and self._contradicts(span, keys):
+        keys = yield from self._keys_of(key, span.tokens, span.named * per, span.extras)
+        if not span.gpu and (yield from self._contradicts(span, keys)):
             span.named = 0
             return
         blocks: list[Block | None] = []
         known, by_key, created = self._strong, self._keys, self._created
         doubtful = bool(self._weak or self._ambiguous or self.loose or not span.gpu)
         at = per - 1
-        for name in span.hashes[: span.named]:
-            block = known.get(name)
-            own = keys[at]
-            if block is None or block.key != own:
-                first = at - ((start + at) & SEGMENT_MASK)
-                made = Block(name, own, keys[first] if first >= 0 else row, keys[at - 1] if at else key, start + at + 1)
-                if doubtful or block is not None or own in by_key:
-                    block = self._name(name, made, gpu=span.gpu)
-                    doubtful = True
-                else:  # what _name comes to for a hash and a key that nobody has seen
-                    block = known[name] = by_key[own] = made
-                    created.append(made)
-            blocks.append(block)
-            at += per
+        for names in slices(span.hashes[: span.named], self._piece):
+            if blocks:
+                yield
+            for name in names:
+                block = known.get(name)
+                own = keys[at]
+                if block is None or block.key != own:
+                    first = at - ((start + at) & SEGMENT_MASK)
+                    made = Block(
+                        name, own, keys[first] if first >= 0 else row, keys[at - 1] if at else key, start + at + 1
+                    )
+                    if doubtful or block is not None or own in by_key:
+                        block = self._name(name, made, gpu=span.gpu)
+                        doubtful = True
+                    else:  # what _name comes to for a hash and a key that nobody has seen
+                        block = known[name] = by_key[own] = made
+                        created.append(made)
+                blocks.append(block)
+                at += per
         span.keys, span.start, span.row, span.before, span.blocks = keys, start, row, key, blocks
 
-    def _link(self, span: Span, chained: Chained, parent: Block | None, raw: bytes) -> None:
+    def _keys_of(self, key: int, tokens: bytes, strides: int, extras: Sequence[Extra]) -> Work[list[int]]:
+        """Keys of the first ``strides`` of ``tokens`` behind ``key``; ``extras`` in order of their positions."""
+        stride, step = self.stride, self._piece
+        keys: list[int] = []
+        for first in range(0, strides, step):
+            if first:
+                yield
+            end = min(first + step, strides)
+            near = extras
+            if strides > step:
+                near = extras[bisect_left(extras, (first * stride, "")) : bisect_left(extras, (end * stride, ""))]
+            raw = tokens[first * stride * 4 : end * stride * 4]
+            keys += extend(keys[-1] if keys else key, raw, stride, start=first * stride, extras=near)
+        return keys
+
+    def _link(self, span: Span, chained: Chained, parent: Block | None, raw: bytes) -> Work[None]:
         """Recompute the engine's chain over a span and name its hash blocks, whether they were announced or not."""
         key, start, row = (span.root, 0, 0) if parent is None else (parent.key, parent.end, parent.row)
         digest = None if parent is None else parent.digest
-        walk = self.chains.follow(chained, raw, digest, start * self.stride)
+        walk = yield from self.chains.follow(chained, raw, digest, start * self.stride)
         if span.masked:
             span.start = start
-            media = [each for each in walk.media if each[0] >= 0]
+            media = sorted(each for each in walk.media if each[0] >= 0)
             if media:
                 self.chains.media = True
-            keys = extend(key, raw, self.stride, extras=media) if walk.digests else []
+            strides = len(raw) // 4 // self.stride if walk.digests else 0
+            keys = yield from self._keys_of(key, raw, strides, media)
         else:
             keys = span.keys
         step = chained.block // self.stride
         proven = walk.proven
         plain = chained.is_plain(parent=None if parent is None else parent.plain)
+        pause = self._piece
         for i, each in enumerate(walk.digests[: len(keys) // step]):
+            if i >= pause:
+                pause += self._piece
+                yield
             at = (i + 1) * step - 1
             name = low64(each)
             block = self._strong.get(name)
@@ -415,10 +405,12 @@ class Lineage:
                     block.digest, block.plain = each, plain
                 span.links.append((name, block))
 
-    def _contradicts(self, span: Span, keys: list[int]) -> bool:
+    def _contradicts(self, span: Span, keys: list[int]) -> Work[bool]:
         """Whether a lower tier's tokens would give a known hash another key: then the known one stands."""
         per = span.per
         for i, name in enumerate(span.hashes[: span.named]):
+            if i and not i % self._piece:
+                yield
             block = self.find(name, gpu=False)
             if block is not None and block.key != keys[(i + 1) * per - 1]:
                 self.unreadable += 1
@@ -480,11 +472,13 @@ class Lineage:
 
     # -- what the ledger tells ------------------------------------------------------------------------------------
 
-    def hold(self, span: Span) -> None:
+    def hold(self, span: Span) -> Work[None]:
         """Keep an orphan whose hashes were just stored without a key."""
         if span.held or span.start >= 0 or span.parent is None or not span.named:
             return
-        for name in span.hashes:
+        for i, name in enumerate(span.hashes, 1):
+            if not i % self._piece:
+                yield
             if name in self.loose and name not in self._orphan_of:
                 self._orphan_of[name] = span
                 span.live += 1
@@ -510,7 +504,7 @@ class Lineage:
         if span is not None:
             span.live -= 1
             if not span.live:
-                self._drop_orphan(span)
+                at_once(self._drop_orphan(span))
 
     def retain(self, block: Block) -> None:
         """``block`` became resident in one more lane."""
@@ -524,30 +518,43 @@ class Lineage:
         if not block.refs and block.hash != NAMELESS:
             self._idle[block] = None
 
-    def trim(self) -> None:
+    def trim(self) -> Work[None]:
         """End of a batch: keep non-resident names, orphans and doubtful hashes within their limits, oldest go first."""
-        for block in self._created:
-            if not block.refs and block.hash != NAMELESS:
-                self._idle[block] = None
-        self._created = []
         self._last = None
-        while len(self._idle) > self._parents_max:
+        yield from self._settle_created()
+        over = len(self._idle) - self._parents_max
+        for i in range(1, over + 1):
             block, _ = self._idle.popitem(last=False)
             del self._keys[block.key]
             for name in (block.hash, *self._others.pop(block, ())):
                 for names in (self._strong, self._weak):
                     if names.get(name) is block:
                         del names[name]
+            if not i % self._piece:
+                yield
         while self._orphan_size > self._orphans_max:
             self.orphans_dropped += 1
-            self._drop_orphan(next(iter(self._orphan_order)))
-        while len(self._ambiguous) > self._parents_max:
+            yield from self._drop_orphan(next(iter(self._orphan_order)))
+        over = len(self._ambiguous) - self._parents_max
+        for i in range(1, over + 1):
             del self._ambiguous[next(iter(self._ambiguous))]
+            if not i % self._piece:
+                yield
+
+    def _settle_created(self) -> Work[None]:
+        """What the batch named and nobody holds may still be a parent."""
+        created, self._created = self._created, []
+        for some in slices(created, self._piece):
+            for block in some:
+                if not block.refs and block.hash != NAMELESS:
+                    self._idle[block] = None
+            if len(created) > self._piece:
+                yield
 
     # -- orphans --------------------------------------------------------------------------------------------------
 
-    def _drop_orphan(self, span: Span) -> None:
-        self._forget_orphan(span)
+    def _drop_orphan(self, span: Span) -> Work[None]:
+        yield from self._forget_orphan(span)
         if span.parent is None:
             return
         kin = self._orphans.get(span.parent, [])
@@ -556,26 +563,18 @@ class Lineage:
             if not kin:
                 del self._orphans[span.parent]
 
-    def _forget_orphan(self, span: Span) -> None:
+    def _forget_orphan(self, span: Span) -> Work[None]:
         """Undo ``hold``, but for the list of its parent's orphans."""
         if not span.held:
             return
         span.held = False
         del self._orphan_order[span]
         self._orphan_size -= span.size
-        for name in span.hashes:
+        if not span.live:
+            return
+        span.live = 0
+        for i, name in enumerate(span.hashes, 1):
             if self._orphan_of.get(name) is span:
                 del self._orphan_of[name]
-
-
-def _same(one: BlockStored, other: BlockStored) -> bool:
-    """Whether two events say the same of which hashes name which tokens."""
-    return (
-        one.block_hashes == other.block_hashes
-        and one.parent_block_hash == other.parent_block_hash
-        and one.block_size == other.block_size
-        and one.token_ids == other.token_ids
-        and one.lora_name == other.lora_name
-        and one.lora_id == other.lora_id
-        and one.extra_keys == other.extra_keys
-    )
+            if not i % self._piece:
+                yield

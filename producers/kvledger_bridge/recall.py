@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from struct import unpack
 from typing import NamedTuple
 
+from kvledger_bridge.blocks import Block
 from kvledger_bridge.lanes import Lane
 from kvledger_bridge.ledger import Ledger
-from kvledger_bridge.lineage import Block
+from kvledger_bridge.pace import at_once
 from kvledger_index.blockkeys import SEGMENT_STRIDES
 from kvledger_index.model import ModelEntry
 from kvledger_wire.accept import Applied, Dropped, Loading, Opening, RankState, accept
@@ -94,7 +95,7 @@ class Recall:
                 ledger.veil.add(name)  # for their children
         ledger.recall_facts(state.groups, state.uncertain)
         ledger.lineage.chains.learn(state.groups, state.scheme, digests=self._digests)
-        ledger.lineage.trim()
+        at_once(ledger.lineage.trim())
         return Recalled(state, ledger)
 
     # -- effects --------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class Recall:
                 self._change(group, change)
         except _Contradiction as error:
             self._why = str(error)
-        self._ledger.lineage.trim()
+        at_once(self._ledger.lineage.trim())
 
     def _restate(self, part: Checkpoint) -> None:
         """A part of a checkpoint that is being loaded."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
+from kvledger_bridge.blocks import SEGMENT_MASK, Block, Span
 from kvledger_bridge.decode import low64
-from kvledger_bridge.lineage import SEGMENT_MASK, Block, Span
+from kvledger_bridge.pace import PIECE_BLOCKS, Work
 from kvledger_index.blockkeys import SEGMENT_STRIDES
+from kvledger_index.model import GroupSpec
 from kvledger_wire.records import Change, Run
 
 _PACK = [Struct(f">{count}Q") for count in range(SEGMENT_MASK + 2)]
@@ -30,14 +34,14 @@ class Part(NamedTuple):
     members: tuple[tuple[int, Block], ...]
 
 
-def lay_out(span: Span, *, digests: bool = False) -> list[Part]:
+def lay_out(span: Span, *, digests: bool = False, piece_blocks: int = PIECE_BLOCKS) -> Work[list[Part]]:
     """Cut a placed span at segment borders; ``span.before`` is the key before its first.
 
     Segments in which no block ends say nothing; keys after the last block end of a segment are left to the block that
     they belong to. ``digests``: tell the engine's whole hashes, too.
     """
     keys, per, start = span.keys, span.per, span.start
-    packed = Struct(f">{len(keys)}Q").pack(*keys)
+    packed = _big_endian(keys)
     parts: list[Part] = []
     open_at = 0  # first key of the open segment
     mask = 0
@@ -59,7 +63,11 @@ def lay_out(span: Span, *, digests: bool = False) -> list[Part]:
         segment = (start + open_at) // SEGMENT_STRIDES
         parts.append(Part(row, position, parent, keys_here, mask, bytes_of_names, segment, whole, tuple(members)))
 
+    pause = piece_blocks
     for i, block in enumerate(span.blocks):
+        if i >= pause:
+            pause += piece_blocks
+            yield
         at = (i + 1) * per - 1
         segment = at - ((start + at) & SEGMENT_MASK)
         if segment > open_at:
@@ -72,6 +80,13 @@ def lay_out(span: Span, *, digests: bool = False) -> list[Part]:
             names.append(span.hashes[i])
     close()
     return parts
+
+
+def _big_endian(keys: Sequence[int]) -> bytes:
+    every = array("Q", keys)
+    if sys.byteorder == "little":
+        every.byteswap()
+    return every.tobytes()
 
 
 def digests_of(blocks: Sequence[Block], names: Sequence[int]) -> bytes:
@@ -196,3 +211,23 @@ class OpenChange:
             )
         )
         self._chain, self._names, self._effective, self._direction = [], [], [], 0
+
+
+class Draft:
+    """A group's changes since the batch began or was cut."""
+
+    __slots__ = ("changes", "spec")
+
+    def __init__(self) -> None:
+        self.changes: list[OpenChange] = []
+        self.spec: GroupSpec | None = None
+
+    def open(self, op: int, medium: int, origin: int, *, digests: bool = False) -> OpenChange:
+        """The change to extend: the last one where it is of the same kind. ``digests``: it tells whole hashes, too."""
+        if self.changes:
+            last = self.changes[-1]
+            if last.op == op and last.medium == medium and last.origin == origin:
+                return last
+        change = OpenChange(op, medium, origin, digests=digests)
+        self.changes.append(change)
+        return change

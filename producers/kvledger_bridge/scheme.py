@@ -8,11 +8,11 @@ spent on the search is bounded. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from struct import unpack
 
 import msgspec
 
-from kvledger_bridge.chain import Told, computable, walk
+from kvledger_bridge.chain import Told, computable, tokens_of, walk
+from kvledger_bridge.pace import PIECE_BLOCKS, Work
 from kvledger_index.enginehash import ALGORITHMS, EXTRA_FORMS, SEED_DEFAULT, Algorithm, ExtraForm, Scheme
 
 SEARCH_BLOCKS_MAX = 262_144
@@ -106,7 +106,8 @@ class Finder:
         root: bool,
         bare_possible: bool,
         digest_bytes: int | None,
-    ) -> None:
+        piece_blocks: int = PIECE_BLOCKS,
+    ) -> Work[None]:
         """Try an event of ``raw`` tokens (u32le). ``parent`` None: it starts at token 0 (``root``), or it is not known,
         and then nothing can be tried.
 
@@ -124,7 +125,7 @@ class Finder:
             first = _first_extra(told)
             told = told._replace(names=told.names[: first + 1], media=told.media and told.media[: first + 1])
             raw = raw[: (first + 1) * told.per * block * 4]
-        tokens = unpack(f"<{len(raw) // 4}I", raw)
+        tokens = tokens_of(raw)
         for base in self._bases(digest_bytes, root=root):
             behind = base.none_hash if root or parent is None else parent[-DIGEST_BYTES[base.algorithm] :]
             fits: list[ExtraForm | None] = []
@@ -136,8 +137,17 @@ class Finder:
                     self._events -= 1
                     walked = True
                 self._blocks -= len(tokens) // block
-                places = walk(scheme, behind, tokens, told, block=block, start=start, tries_max=256).places
-                if max(places[_first_extra(told) :], default=-1) >= 0:
+                walked_to = yield from walk(
+                    scheme,
+                    behind,
+                    tokens,
+                    told,
+                    block=block,
+                    start=start,
+                    tries_max=256,
+                    piece_blocks=piece_blocks,
+                )
+                if max(walked_to.places[_first_extra(told) :], default=-1) >= 0:
                     fits.append(form)
                 if self._blocks <= 0:
                     return

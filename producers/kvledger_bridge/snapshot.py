@@ -16,9 +16,10 @@ from itertools import islice
 from struct import Struct
 from typing import NamedTuple
 
+from kvledger_bridge.blocks import Block
 from kvledger_bridge.lanes import Lane
 from kvledger_bridge.ledger import Ledger
-from kvledger_bridge.lineage import Block, Names
+from kvledger_bridge.lineage import Names
 from kvledger_bridge.runs import OpenChange
 from kvledger_index.model import ModelEntry
 from kvledger_wire.accept import RankState

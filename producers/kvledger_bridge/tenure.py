@@ -31,6 +31,7 @@ from kvledger_bridge.commands import (
 from kvledger_bridge.continuity import OWNING, Move, Phase, after
 from kvledger_bridge.errors import Bug
 from kvledger_bridge.lifelog import LifeLog
+from kvledger_bridge.pace import Work
 from kvledger_bridge.snapshot import Part
 from kvledger_index.model import ModelEntry
 from kvledger_wire.accept import RankState
@@ -48,7 +49,7 @@ class Tenure:
         self,
         rank: Rank,
         *,
-        decode: Callable[[bytes], Any],
+        decode: Callable[[bytes], Work[Any]],
         ledger: Callable[[ModelEntry], Ledger],
         snapshot: Callable[[Any, int], Iterator[Part]],
         bridge: str,
@@ -244,6 +245,7 @@ class Tenure:
 
     def _close(self, note: Note | None = None) -> None:
         self._move(Move.SUPERSEDED)
+        self._log.leave()
         self._quit()
         self._unsay()
         name = f", bridge {self._foreign_name}," if self._foreign_name else ""

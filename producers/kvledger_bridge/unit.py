@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvledger_bridge.pace import Work, at_once
 from kvledger_index.model import GroupSpec
 from kvledger_wire.records import SCHEMA, Change, Events, Life, Run
 
@@ -60,14 +61,24 @@ class Covered(msgspec.Struct, frozen=True):
 def records(
     covered: Covered, n: int, pieces: Sequence[Piece], reasons: tuple[str, ...], *, bytes_max: int = RECORD_BYTES_MAX
 ) -> list[tuple[int | str | None, Events]]:
-    """(group, record) in order, numbered from ``n``; ``reasons`` go on the last one. O(changes)."""
+    """``record_unit`` without a pause."""
+    return at_once(record_unit(covered, n, pieces, reasons, bytes_max=bytes_max))
+
+
+def record_unit(
+    covered: Covered, n: int, pieces: Sequence[Piece], reasons: tuple[str, ...], *, bytes_max: int = RECORD_BYTES_MAX
+) -> Work[list[tuple[int | str | None, Events]]]:
+    """(group, record) in order, numbered from ``n``; ``reasons`` go on the last one. O(changes); pauses after every
+    record that could not take all of its piece.
+    """
     out: list[tuple[int | str | None, Events]] = []
     for i, piece in enumerate(pieces):
-        parts = list(_cut(piece.changes, bytes_max)) or [()]
-        last_piece = i == len(pieces) - 1
-        for j, changes in enumerate(parts):
-            whole = j == len(parts) - 1
-            last = last_piece and whole
+        parts = _cut(piece.changes, bytes_max)
+        ahead: tuple[Change, ...] | None = next(parts, ())
+        while ahead is not None:
+            changes, ahead = ahead, next(parts, None)
+            whole = ahead is None
+            last = whole and i == len(pieces) - 1
             record = Events(
                 schema=SCHEMA,
                 owner=covered.owner,
@@ -85,6 +96,8 @@ def records(
                 veiled=getattr(piece, "veiled", ()) if whole else (),
             )
             out.append((piece.group, record))
+            if not whole:
+                yield
     return out
 
 

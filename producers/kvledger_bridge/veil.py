@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from kvledger_bridge.blocks import Block
 from kvledger_bridge.decode import BlockStored, low64
 from kvledger_bridge.identity import extras_from
-from kvledger_bridge.lineage import Block
+from kvledger_bridge.pace import PIECE_BLOCKS, Work, at_once, slices
 from kvledger_bridge.scheme import Finder
 from kvledger_index.enginehash import chain
 
@@ -56,7 +57,8 @@ class Veil:
         *,
         parent: Block | None,
         finder: Finder,
-    ) -> list[int]:
+        piece_blocks: int = PIECE_BLOCKS,
+    ) -> Work[list[int]]:
         """Which of ``places`` in ``names``, the hashes of a GPU event that have no key, are proven veiled.
 
         ``parent``: the block of the event's parent, where that has one. From ``opaque_from`` on nothing is computed:
@@ -67,14 +69,24 @@ class Veil:
         if parent is not None and behind is not None and low64(parent.digest or b"") != low64(behind):
             parent = None  # its block has another name, and digest and ``plain`` are of that one
         first = self._first(event, parent)
-        proven = [place for place in places if place >= first or names[place] in self._names]
-        left = [place for place in places if place < min(first, opaque_from) and names[place] not in self._names]
-        if left and event.token_ids and not event.lookahead_token_ids:
-            plain = _plain_names(event, parent, finder)
-            if plain is not None:
-                proven += [place for place in left if names[place] not in plain]
-            elif finder.wants and not finder.seeded:
-                self._keep(event, [names[place] for place in left])
+        end = min(first, opaque_from)
+        proven: list[int] = []
+        left: list[int] = []
+        for some in slices(places, piece_blocks):
+            proven += [place for place in some if place >= first or names[place] in self._names]
+            left += [place for place in some if place < end and names[place] not in self._names]
+            if len(places) > piece_blocks:
+                yield
+        if not left or not event.token_ids or event.lookahead_token_ids:
+            return proven
+        plain = yield from _plain_names(event, parent, finder, piece_blocks)
+        if plain is not None:
+            for some in slices(left, piece_blocks):
+                proven += [place for place in some if names[place] not in plain]
+                if len(left) > piece_blocks:
+                    yield
+        elif finder.wants and not finder.seeded:
+            self._keep(event, [names[place] for place in left])
         return proven
 
     def catch_up(self, finder: Finder) -> list[int]:
@@ -85,7 +97,7 @@ class Veil:
             self._late_tokens -= len(event.token_ids)
             behind = event.parent_block_hash
             if behind is None:
-                plain = _plain_names(event, None, finder)
+                plain = at_once(_plain_names(event, None, finder, PIECE_BLOCKS))
                 proven.update((name, None) for name in names if plain is not None and name not in plain)
             elif low64(behind) in proven or low64(behind) in self._names:
                 proven.update(dict.fromkeys(names))
@@ -107,7 +119,9 @@ class Veil:
         return extras_from(event)
 
 
-def _plain_names(event: BlockStored, parent: Block | None, finder: Finder) -> frozenset[int] | None:
+def _plain_names(
+    event: BlockStored, parent: Block | None, finder: Finder, piece_blocks: int
+) -> Work[frozenset[int] | None]:
     """The hashes of a plain prompt with the event's tokens, up to its last; None where they cannot be known.
 
     The scheme must have reproduced hashes from token 0: an operator's word, or a guess, proves nothing. 64 equal bits
@@ -119,4 +133,11 @@ def _plain_names(event: BlockStored, parent: Block | None, finder: Finder) -> fr
     if event.parent_block_hash is not None and (parent is None or not parent.plain):
         return None
     digest = None if parent is None else parent.digest
-    return frozenset(low64(each) for each in chain(scheme, digest, event.token_ids, block))
+    names: set[int] = set()
+    for some in slices(event.token_ids, piece_blocks * block):
+        if names:
+            yield
+        digests = chain(scheme, digest, some, block)
+        names.update(map(low64, digests))
+        digest = digests[-1] if digests else digest
+    return frozenset(names)

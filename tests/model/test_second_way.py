@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from inprocess import InProcess
 from test_recordings import FIXTURES, compare
 
+from kvledger_bridge.pace import Work
 from kvledger_bridge.veil import Veil
 from kvledger_engine.recording import Meta, Published, read
 from kvledger_index.enginehash import Scheme
@@ -46,13 +49,18 @@ async def test_block_keys_alone_are_never_over_and_never_wrongly_sure(name: str)
     assert (report.over, report.called_exact_wrongly) == (0, 0)
 
 
+def _nothing(*_: Any, **__: Any) -> Work[list[int]]:
+    yield from ()
+    return []
+
+
 @pytest.mark.parametrize("proving", [True, False])
 async def test_what_is_veiled_makes_most_answers_of_a_window_only_engine_exact_from_tokens_alone(
     monkeypatch: pytest.MonkeyPatch, *, proving: bool
 ) -> None:
     """Two in five at least; the canary: without proofs it would be three in ten."""
     if not proving:
-        monkeypatch.setattr(Veil, "prove", lambda *_, **__: [])
+        monkeypatch.setattr(Veil, "prove", _nothing)
     report = await compare(FIXTURES / "engine-traces" / "mistral_s11.jsonl.gz", engine_hashes=False)
 
     assert (report.over, report.called_exact_wrongly) == (0, 0)

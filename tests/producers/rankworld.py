@@ -32,6 +32,7 @@ from kvledger_bridge.continuity import Phase
 from kvledger_bridge.engine import Session
 from kvledger_bridge.errors import Undecodable
 from kvledger_bridge.lifelog import digest_of
+from kvledger_bridge.pace import Work
 from kvledger_bridge.snapshot import Part
 from kvledger_index.model import GroupSpec, ModelEntry
 from kvledger_wire.accept import Applied, Dropped, Loading, Opening, RankState, accept
@@ -52,6 +53,7 @@ from kvledger_wire.records import (
 
 ENTRY = ModelEntry(model="m")
 KEEP = ModelEntry(model="m", loss="keep")
+WORDS_AT_ONCE = 1
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -85,11 +87,12 @@ def payload(*words: str, tag: int = 0, rank: int | None = 0) -> bytes:
     return json.dumps({"words": words, "tag": tag, "rank": rank}).encode()
 
 
-def decode(raw: bytes) -> Batch:
+def decode(raw: bytes) -> Work[Batch]:
     """``?`` alone is no batch at all; the word ``?`` is an event that cannot be read; ``u:x`` is an unknown tag."""
     if raw.startswith(b"?"):
         msg = "not an engine batch"
         raise Undecodable(msg)
+    yield from ()
     content = json.loads(raw)
     words = content["words"]
     return Batch(
@@ -101,17 +104,22 @@ def decode(raw: bytes) -> Batch:
 
 
 class Counting:
-    """A ledger of one group that counts copies; changes name blocks in ``unplaced`` for brevity, one each."""
+    """A ledger of one group that counts copies; changes name blocks in ``unplaced`` for brevity, one each.
+
+    Work on a batch of more than WORDS_AT_ONCE words pauses before each further one.
+    """
 
     def __init__(self, _entry: ModelEntry) -> None:
         self.copies: Counter[str] = Counter()
         self.doubts: list[str] = []
 
-    def apply(self, seq: int, batch: Batch, origin: int) -> Sequence[Piece]:
+    def work(self, seq: int, batch: Batch, origin: int) -> Work[Sequence[Piece]]:
         """``x`` is a defect of the ledger."""
         self.doubts += batch.unknown
         pieces: list[Piece] = []
-        for word in batch.words:
+        for place, word in enumerate(batch.words):
+            if place >= WORDS_AT_ONCE:
+                yield
             if word == "x":
                 msg = "secret"
                 raise ValueError(msg)
@@ -313,13 +321,13 @@ class Desk:
         self.now += dt
         self.commands = []
         self._look()
-        while commands := self.session.step(self.now, batches_max=batches_max, may_load=may_load):
+        while True:
+            commands = self.session.step(self.now, batches_max=batches_max, may_load=may_load)
             for command in commands:
                 self._execute(command)
             self._look()
-            if batches_max < 1000:
-                break
-        return self.commands
+            if batches_max < 1000 or not (commands or self.session.covering):
+                return self.commands
 
     def _look(self) -> None:
         """The replicas topic, as far as the claim it waits for is acknowledged."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvledger_bridge.chain import NOTHING, Told, walk
+from kvledger_bridge.pace import at_once
 from kvledger_index.enginehash import NO_NAMESPACE, Item, Namespace, Scheme, low64
 
 TAGGED = Scheme("sha256_cbor", extras="tagged")
@@ -31,7 +32,7 @@ def follow(prompt: Prompt, kept: list[int], *, first: int = 0, per: int = 1, den
     engine = HashingEngine(TAGGED)
     digests = engine.digests(prompt)
     at = first * per
-    return walk(
+    work = walk(
         TAGGED,
         digests[at - 1] if at else TAGGED.none_hash,
         prompt.tokens[at * TOKENS_PER_HASH :],
@@ -40,6 +41,7 @@ def follow(prompt: Prompt, kept: list[int], *, first: int = 0, per: int = 1, den
         start=at * TOKENS_PER_HASH,
         **more,
     )
+    return at_once(work)
 
 
 def test_masked_hashes_of_plain_text_are_met_wherever_they_stand() -> None:
@@ -182,7 +184,7 @@ def test_a_dense_event_is_followed_up_to_what_contradicts_it() -> None:
     prompt = Prompt(text(4))
     names = told(engine, prompt, 0, [0, 1, 2, 3]).names
     wrong = Told((*names[:2], 7, names[3]), 1, None, NO_NAMESPACE, dense=True)
-    found = walk(TAGGED, TAGGED.none_hash, prompt.tokens, wrong, block=TOKENS_PER_HASH, start=0)
+    found = at_once(walk(TAGGED, TAGGED.none_hash, prompt.tokens, wrong, block=TOKENS_PER_HASH, start=0))
 
     assert (found.places, len(found.digests)) == ([0, 1, -1, -1], 2)
 
@@ -191,4 +193,4 @@ def test_a_dense_event_is_followed_up_to_what_contradicts_it() -> None:
 def test_extra_keys_of_an_unknown_form_are_not_guessed(scheme: Scheme) -> None:
     names = Told((1,), 1, None, Namespace("a", path="/a"), dense=False)
 
-    assert walk(scheme, scheme.none_hash, text(2), names, block=TOKENS_PER_HASH, start=0) == NOTHING
+    assert at_once(walk(scheme, scheme.none_hash, text(2), names, block=TOKENS_PER_HASH, start=0)) == NOTHING

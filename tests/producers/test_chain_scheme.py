@@ -12,6 +12,7 @@ from chain_engine import HashingEngine, Prompt, text
 from kvledger_bridge.chain import Told
 from kvledger_bridge.decode import Batch, BlockStored
 from kvledger_bridge.ledger import Ledger
+from kvledger_bridge.pace import at_once
 from kvledger_bridge.scheme import SEARCH_EVENTS_MAX, Finder
 from kvledger_index.enginehash import ALGORITHMS, Item, Namespace, Scheme
 from kvledger_index.model import ModelEntry
@@ -84,7 +85,7 @@ def test_an_event_that_no_candidate_can_be_tried_on_costs_nothing() -> None:
     finder = Finder(Scheme("sha256", "0", "tagged"))
     finder.confirmed = True
     told = Told((1, 2), 1, None, Namespace("a"), dense=True)
-    finder.look(told, bytes(128), None, block=16, start=0, root=True, bare_possible=False, digest_bytes=None)
+    at_once(finder.look(told, bytes(128), None, block=16, start=0, root=True, bare_possible=False, digest_bytes=None))
 
     assert finder._events == SEARCH_EVENTS_MAX
 
@@ -153,7 +154,7 @@ def test_a_scheme_found_in_a_batch_that_changed_nothing_is_told_with_the_next_ch
     engine = HashingEngine(Scheme("sha256"))
     rank = Rank()
     event = engine.stored(Prompt(text(4)), 0, 4)
-    rank.ledger.lineage.place((event,))  # as if what it brought had been refused
+    at_once(rank.ledger.lineage.place((event,)))  # as if what it brought had been refused
     assert rank.told == []
     rank.take(HashingEngine(Scheme("sha256", "x")).stored(Prompt(text(1, 5)), 0, 1))
 

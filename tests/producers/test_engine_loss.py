@@ -10,6 +10,7 @@ from rankworld import KEEP, Batch, Counting, DeadLetter, Desk, Engine, Note, pay
 from kvledger_bridge.commands import Limits
 from kvledger_bridge.continuity import Phase
 from kvledger_bridge.lifelog import digest_of
+from kvledger_bridge.pace import at_once
 from kvledger_wire.records import Events, Gap, Heartbeat, Opened
 
 
@@ -280,7 +281,7 @@ def test_the_made_up_ledger_counts_copies() -> None:
     """The fake shares its rule with the real one: 0 to 1 and 1 to 0 are effective."""
     ledger = Counting(KEEP)
 
-    changes = [ledger.apply(i, Batch((w,), 0), 0) for i, w in enumerate(["+a", "+a", "-a", "-a", "-a"])]
+    changes = [at_once(ledger.work(i, Batch((w,), 0), 0)) for i, w in enumerate(["+a", "+a", "-a", "-a", "-a"])]
     bits = [change.unplaced_effective for pieces in changes for piece in pieces for change in piece.changes]
 
     assert bits == [b"\1", b"\0", b"\0", b"\1"]

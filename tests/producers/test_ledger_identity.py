@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvledger_bridge.decode import Batch, BlockStored, ExtraKey
 from kvledger_bridge.identity import identify
 from kvledger_bridge.ledger import Ledger
+from kvledger_bridge.pace import at_once
 from kvledger_index.blockkeys import prompt_keys
 from kvledger_index.model import ModelEntry
 
@@ -195,7 +196,7 @@ def test_identity_never_guesses(
 ) -> None:
     """Every item of the blocks that count as described is accounted for: adapter, salt or placed medium."""
     one = event(keys, lora_id=None if lora is None else 1, lora_name=lora, group_idx=group, parent=parent)
-    identity = identify(one, pairs_known=False, multimodal=multimodal)
+    identity = at_once(identify(one, pairs_known=False, multimodal=multimodal))
 
     assert 0 <= identity.blocks <= 4
     if parent is not None:

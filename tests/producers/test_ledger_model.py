@@ -62,6 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.read_unplaced: dict[tuple[int | str | None, int], int] = {}
         self.read_loose: dict[tuple[int | str | None, int], set[int]] = defaultdict(set)
         self.complete = True
+        self.pieces: list[Piece] = []
 
     @initialize(
         parents_max=st.sampled_from([0, 3, 1000]),
@@ -126,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         events, self.events = tuple(self.events), []
         self.seq += 1
-        pieces = self.ledger.apply(self.seq, Batch(0.0, 0, events))
+        pieces = self.pieces = self.ledger.apply(self.seq, Batch(0.0, 0, events))
         self.name_all(events)
         for event in events:
             self.count(event)

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from protocol_engine import CONNECTED, DISCONNECTED, Batch, Engine, Link
 from protocol_log import Late, Producer
@@ -26,7 +27,7 @@ from kvledger_bridge.commands import (
     Write,
 )
 from kvledger_bridge.continuity import Phase
-from kvledger_bridge.decode import decode_batch
+from kvledger_bridge.decode import decoding
 from kvledger_bridge.engine import Session
 from kvledger_bridge.ledger import Ledger
 from kvledger_bridge.recall import Recall
@@ -49,7 +50,7 @@ class RealSession:
     ) -> None:
         self.engine, self.payloads, self._produce = engine, payloads, produce
         rank = Rank(REPLICAS[engine.rank], engine.rank, ENTRY, replay, not replay)
-        self.session = Session(rank, decode=decode_batch, ledger=Ledger, bridge=name)
+        self.session = Session(rank, decode=decoding, ledger=partial(Ledger, piece_blocks=1), bridge=name)
         self.link = Link()
         engine.links.append(self.link)
         self.now = 0.0
@@ -106,8 +107,11 @@ class RealSession:
                 session.disconnected()
             else:
                 session.connected()
-        for command in session.step(self.now, batches_max=1000):
-            self._obey(command)
+        while True:
+            for command in session.step(self.now, batches_max=1000):
+                self._obey(command)
+            if not session.covering:
+                return
 
     def _serve(self, rnd: random.Random | None) -> None:
         """The engine reads what was asked, and answers; END may be lost.

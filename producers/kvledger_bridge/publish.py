@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, Producer
 
-from kvledger_bridge.errors import InvalidConfig
+from kvledger_bridge.errors import InvalidConfig, Refused
 from kvledger_bridge.lease import Leases
 from kvledger_bridge.restorer import Restorer
 from kvledger_bridge.settings import Settings
@@ -253,11 +253,17 @@ class Publisher:
         return len(self._watch.table.pointers(partition, self._partitions)) if self._watch is not None else 1
 
     def look_at_topics(self, now: float) -> None:
-        """A topic that was re-created has lost what was written: as fatal as a producer that lost it."""
+        """A topic that was re-created has lost what was written: as fatal as a producer that lost it.
+
+        Raises Refused where one has another number of partitions: ranks belong elsewhere then, for readers, too.
+        """
         for change in self._topics.changes(now) if self._topics else ():
-            self._telemetry.topic_changed(change)
-            if "re-created" in change:
-                self._fatal = self._fatal or change
+            self._telemetry.topic_changed(change.text)
+            if change.resized:
+                raise Refused(
+                    f"{change.text}: this bridge ends; started again, it follows its ranks where they belong now"
+                )
+            self._fatal = self._fatal or change.text
 
     # ---- inside
 

@@ -29,7 +29,7 @@ tokens, salts or multimodal ids.
     kafka_stalled           warning  Kafka does not take records quickly enough; engines are not read meanwhile
     kafka_resumed           info     nothing
     producer_rebuilt        error    Kafka's client gave up and was replaced; every rank is claimed anew
-    topic_changed           warning  re-created: every rank is claimed anew; more partitions: use a new topic prefix
+    topic_changed           warning  re-created: ranks are claimed anew; other partitions: the bridge ends, restart it
     dead_letters_dropped    warning  more unreadable batches than may be kept: look at batch_unreadable
     bridge_progress         info     the canonical line: totals since start, ranks by phase
     bridge_stopping         info     nothing

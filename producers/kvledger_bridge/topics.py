@@ -37,6 +37,13 @@ class Seen(NamedTuple):
     partitions: int
 
 
+class Change(NamedTuple):
+    """What became of a topic while we ran. ``resized``: ranks belong elsewhere now; else it lost what was written."""
+
+    text: str
+    resized: bool
+
+
 class Topics:
     """The topics of one installation. ``check`` waits for Kafka; ``changes`` never does."""
 
@@ -83,8 +90,8 @@ class Topics:
             raise Refused(msg)
         return partitions
 
-    def changes(self, now: float) -> list[str]:
-        """What became of the event and replicas topics since they were checked, in words; asked every few seconds."""
+    def changes(self, now: float) -> list[Change]:
+        """What became of the event and replicas topics since they were checked, asked every few seconds."""
         if not self._asked and now >= self._ask_at:
             self._ask_at = now + self._settings.topic_check_seconds
             self._asked = self._describe(self._names[:2])
@@ -93,15 +100,16 @@ class Topics:
         asked, self._asked = self._asked, {}
         if all(future.exception() is None for future in asked.values()):
             self._answered_at = now
-        found = []
+        found: list[Change] = []
         for name, future in asked.items():
             if future.exception() is not None:
                 continue  # Kafka is away, or the topic is: the producer will tell
             before, seen = self._seen[name], _seen(future.result())
-            if seen.id != before.id:
-                found.append(f"topic {name} was re-created")
-            elif seen.partitions != before.partitions:
-                found.append(f"topic {name} has {seen.partitions} partitions instead of {before.partitions}")
+            if seen.partitions != before.partitions:
+                text = f"topic {name} has {seen.partitions} partitions instead of {before.partitions}"
+                found.append(Change(text, resized=True))
+            elif seen.id != before.id:
+                found.append(Change(f"topic {name} was re-created", resized=False))
             self._seen[name] = seen
         return found
 

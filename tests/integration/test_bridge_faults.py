@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from bridgeworld import SECONDS_MAX, Rank, Setup, play, recording, status, truth
+from confluent_kafka.admin import NewPartitions
 from proxy import Proxy
 
 from kvledger.admin import connect, create_topics
+from kvledger_bridge.errors import Refused
 from kvledger_bridge.publish import Delivery, Publisher
 from kvledger_engine.standin import StandIn
 from kvledger_wire.known import known_of
+from kvledger_wire.partition import partition_of
 from kvledger_wire.records import Events, Fence, Opened, Suspended, decode_event
 from kvledger_wire.topics import EVENTS, topic_specs
 
@@ -209,6 +212,44 @@ def test_no_rank_waits_for_a_busy_one(setup: Setup, eventually: Any) -> None:
 
     assert behind < busy.head
     eventually(lambda: status(bridge, 0).last == busy.head)
+
+
+@pytest.mark.timeout(120)
+def test_partitions_that_are_added_end_a_bridge_whose_successor_follows_every_rank(
+    setup: Setup, eventually: Any
+) -> None:
+    """4 partitions become 8 while batches come: ranks belong elsewhere, where readers look for them from then on.
+
+    batches          0 ... 19 | 20 ... 39 | 40 ... 59
+    partitions              4 | 8         | 8
+    who writes          first | nobody    | second, which got 20 ... 39 by replay
+    """
+    entry, batches = recording("llama_s11")
+    for number in range(6):
+        play(setup.engine(entry, "r", number), batches[:20])
+    first = setup.bridge(topic_check_seconds=0.2)
+    eventually(lambda: all(status(first, number).last == 19 for number in range(6)))
+    admin = setup.admin()
+    for future in admin.create_partitions([NewPartitions(setup.prefix + EVENTS, 8)]).values():
+        future.result(SECONDS_MAX)
+    eventually(lambda: isinstance(first.error, Refused))
+    for number in range(6):
+        play(setup.engines["r", number], batches[20:40])
+    setup.partitions = 8
+    second = setup.bridge()
+    eventually(lambda: all(status(second, number).last == 39 for number in range(6)))
+    for number in range(6):
+        play(setup.engines["r", number], batches[40:60])
+    reader = setup.reader(misplaced=True)
+    for number in range(6):
+        rank = reader.until(f"r/{number}", 59)
+        assert rank.blocks == truth(entry, batches[:60])
+        assert complete(rank)
+
+    assert str(first.error).startswith(f"topic {setup.prefix}{EVENTS} has 8 partitions instead of 4: this bridge ends")
+    moved = {n for n in range(6) if partition_of("r", n, 4) != partition_of("r", n, 8)}
+    assert 0 < len(moved) < 6, "ranks of both kinds"
+    assert {n for n in range(6) if status(second, n).counts.lives} == moved, "the others go on in their lives"
 
 
 @pytest.mark.timeout(120)

@@ -421,8 +421,8 @@ class Bridge:
         """What a session wants of Kafka; False: of something else."""
         publisher = shell.publisher
         match command:
-            case Write(group=group, record=record):
-                size = publisher.write(seat.who, group, record, known=seat.session.known)
+            case Write(group=group, record=record, known=known):
+                size = publisher.write(seat.who, group, record, known=known)
                 if isinstance(record, Checkpoint):
                     seat.schedule.wrote(size, first=record.part == 0)
                 self._tell(seat, record)

@@ -64,10 +64,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Write(NamedTuple):
-    """Produce ``record`` to the rank's partition of the events topic, with the key of ``group``."""
+    """Produce ``record`` to the rank's partition of the events topic, with the key of ``group``.
+
+    ``known``: the moment up to which all that the engine sent is in the rank's log with this record; None: never yet.
+    """
 
     group: int | str | None
     record: EventRecord
+    known: float | None = None
 
 
 class Announce(NamedTuple):

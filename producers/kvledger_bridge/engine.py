@@ -32,6 +32,7 @@ from kvledger_bridge.commands import (
     Note,
     OpenData,
     Rank,
+    Write,
 )
 from kvledger_bridge.continuity import OWNING, First, Move, Nothing, Phase, Process, Request, judge
 from kvledger_bridge.inbox import Inbox
@@ -180,7 +181,7 @@ class Session(Tenure):
 
     @property
     def known(self) -> float | None:
-        """Up to when all that the engine sent is in what was written: of a record of the last step. None: never."""
+        """Up to when all that the engine sent is in what was written so far; None: never."""
         return self._whole.known
 
     @property
@@ -236,11 +237,24 @@ class Session(Tenure):
             if not self._log.covering:
                 self._watch_answer()
                 self._request(may_load=may_load)
+        known = self._whole.known
         if self._whole.look(whole=self._is_whole(), wrote=before != (self.life, self._log.n)):
             self._log.beat()
-        out = list(self._out)
+        out = self._dated(known)
         self._out.clear()
         self._stale = False
+        return out
+
+    def _dated(self, known: float | None) -> list[Command]:
+        """What is due. Behind every record but the last more of what was read is to come, and the link to Kafka may
+        break between the two: only the last one says what is known now.
+        """
+        out = [each._replace(known=known) if isinstance(each, Write) else each for each in self._out]
+        for at in range(len(out) - 1, -1, -1):
+            each = out[at]
+            if isinstance(each, Write):
+                out[at] = each._replace(known=self._whole.known)
+                break
         return out
 
     def _is_whole(self) -> bool:
@@ -252,6 +266,10 @@ class Session(Tenure):
         if not self.rank.replay:
             return self._followed
         return self._ask is None or self._ask.probe
+
+    def _begin(self, why: str, claim_at: float) -> None:
+        super()._begin(why, claim_at)
+        self._whole = Whole()  # of what was written something may be lost: what the log gives back may be older
 
     def _quit(self) -> None:
         self._live.clear()

@@ -25,14 +25,13 @@ class Whole:
         self._drained = moment
 
     def look(self, *, whole: bool, wrote: bool) -> bool:
-        """After a step: whether nothing is waited for, and whether it wrote. True: readers have to be told so.
+        """After a step: whether nothing more is waited for, and whether it wrote. True: readers have to be told so.
 
         What was written meanwhile told them that the picture is as old as before.
         """
-        if not whole:
+        if not whole or self._drained is None:
             self._owed = self._owed or wrote
             return False
-        if self._drained is not None:
-            self.known = self._drained if self.known is None else max(self.known, self._drained)
+        self.known = self._drained if self.known is None else max(self.known, self._drained)
         owed, self._owed = self._owed and not wrote, False
         return owed

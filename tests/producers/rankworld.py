@@ -313,6 +313,8 @@ class Desk:
         """Those of the last turn that the test has to act on: requests, sockets, dead letters, notes."""
         self.hold: Callable[[Any], bool] = lambda _record: False
         """Records that Kafka does not acknowledge yet."""
+        self.dates: list[tuple[str, float | None]] = []
+        """(kind, up to when all is known) of each record."""
         self.restores: Callable[[int, int, int], object] | None = None
         """What answers a Restore; None: ``restore``."""
 
@@ -346,7 +348,8 @@ class Desk:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Write(group=group, record=record):
+            case Write(group=group, record=record, known=known):
+                self.dates.append((type(record).__name__, known))
                 offset = self.reader.read(group, record)
                 if not self.hold(record):
                     self.session.acknowledged(record, offset)

@@ -142,6 +142,42 @@ def test_without_replay_only_a_batch_that_follows_says_that_none_was_lost() -> N
     assert (desk.session.last, desk.session.known) == (2, 4.0)
 
 
+def test_of_the_records_of_a_step_only_the_last_says_what_is_known_now() -> None:
+    """Live 1 2 3 in one step: the link to Kafka may break behind any of them, for longer than an answer may be old."""
+    desk, engine = Desk(), Engine()
+    desk.follow(engine).sew(engine, "+a")
+    desk.session.drained(5.0)
+    desk.turn()
+    for word in ("+b", "+c", "+d"):
+        desk.session.live(*engine.step(word))
+    desk.session.drained(50.0)
+    desk.dates.clear()
+    desk.turn()
+
+    assert desk.dates == [("Events", 5.0), ("Events", 5.0), ("Events", 50.0)]
+
+
+def test_what_was_known_before_a_record_was_lost_is_not_known_of_what_the_log_gives_back() -> None:
+    """The picture that is resumed is the log's, which may have stood still long before; replay then brings the rest."""
+    desk, engine = Desk(), Engine()
+    desk.follow(engine).sew(engine, "+a")
+    desk.session.live(*engine.step("+b"))
+    desk.session.drained(5.0)
+    desk.turn()
+    desk.dates.clear()
+    desk.session.release("the producer was rebuilt")
+    for _ in range(3):
+        desk.turn(0.5)
+        if not desk.session.attached:
+            desk.session.connected()
+        desk.serve(engine)
+    desk.session.drained(7.0)
+    desk.turn()
+
+    assert ("Resumed", None) in desk.dates
+    assert desk.dates[-1] == ("Heartbeat", 7.0)
+
+
 def test_a_moment_of_a_socket_that_is_replaced_counts_for_nothing() -> None:
     desk, engine = Desk(), Engine()
     desk.follow(engine).sew(engine, "+a")

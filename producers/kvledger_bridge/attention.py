@@ -9,7 +9,9 @@ gets on, two turns late.
 from __future__ import annotations
 
 HELD_UP_SECONDS = 0.25
-"""Between two looks of a loop that never waits for longer than 0.02 s: whoever takes longer was held up."""
+"""Between two looks, beside what the thread itself worked: its loop never waits for longer than 0.02 s. While it works,
+ZMQ's own thread runs, too: a turn may be long because many ranks are busy.
+"""
 
 SETTLE_SECONDS = 0.05
 """After that, until emptiness counts at once again."""
@@ -20,15 +22,18 @@ class Attention:
 
     def __init__(self) -> None:
         self._looked: float | None = None
+        self._worked = 0.0
         self._counts_from = float("-inf")
         self._before: tuple[float | None, float | None] = None, None
         """When the look before the last began, and the last one."""
 
-    def looked(self, before: float, after: float) -> float | None:
-        """Between two moments: up to when a socket that was empty then had nothing. None: nobody knows."""
-        if self._looked is None or after - self._looked > HELD_UP_SECONDS:
+    def looked(self, before: float, after: float, worked: float) -> float | None:
+        """Between two moments: up to when a socket that was empty then had nothing. None: nobody knows. ``worked``: CPU
+        seconds of this thread so far.
+        """
+        if self._looked is None or (after - self._looked) - (worked - self._worked) > HELD_UP_SECONDS:
             self._counts_from = after + SETTLE_SECONDS
-        self._looked = after
+        self._looked, self._worked = after, worked
         earlier, last = self._before
         self._before = last, before
         return before if before >= self._counts_from else earlier

@@ -275,7 +275,7 @@ class Bridge:
         before = self._clock()
         ready = set() if stalled else shell.sockets.wait(self._patience(shell.restorer))
         now = self._clock()
-        moment = self._attention.looked(before, now)
+        moment = self._attention.looked(before, now, time.thread_time())
         self._loads = sum(seat.session.loading for seat in self._seats)
         self._choose_large()
         for seat in self._in_turn():

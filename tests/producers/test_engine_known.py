@@ -191,19 +191,35 @@ def test_a_moment_of_a_socket_that_is_replaced_counts_for_nothing() -> None:
 @pytest.mark.parametrize("held_up", [0.0, HELD_UP_SECONDS + 0.01])
 def test_after_being_held_up_an_empty_socket_speaks_for_the_time_before(held_up: float) -> None:
     attention = Attention()
-    assert [attention.looked(1.0, 1.0), attention.looked(1.1, 1.12)] == [None, 1.1], "nothing is known at the start"
-    assert attention.looked(1.13, 1.15) == 1.13
+    begun = [attention.looked(1.0, 1.0, 0.0), attention.looked(1.1, 1.12, 0.0)]
+    assert begun == [None, 1.1], "nothing is known at the start"
+    assert attention.looked(1.13, 1.15, 0.0) == 1.13
     woken = 1.17 + held_up
-    assert attention.looked(1.16, woken) == (1.1 if held_up else 1.16)
-    assert attention.looked(woken, woken + 0.01) == (1.13 if held_up else woken)
+    assert attention.looked(1.16, woken, 0.0) == (1.1 if held_up else 1.16)
+    assert attention.looked(woken, woken + 0.01, 0.0) == (1.13 if held_up else woken)
     later = woken + SETTLE_SECONDS
-    assert attention.looked(later, later + 0.01) == later
+    assert attention.looked(later, later + 0.01, 0.0) == later
+
+
+def test_whoever_worked_all_the_time_was_not_held_up() -> None:
+    """Turns of a second each, as many ranks are busy: their sockets are looked at once a turn, and that counts.
+
+    That the same time without work counts two turns late is the canary.
+    """
+    attention, idle = Attention(), Attention()
+    moments, idles = [], []
+    for turn in range(1, 6):
+        moments.append(attention.looked(turn, turn + 0.01, turn * 0.98))
+        idles.append(idle.looked(turn, turn + 0.01, 0.0))
+
+    assert moments == [None, 2, 3, 4, 5]
+    assert idles == [None, None, 1, 2, 3]
 
 
 def test_a_loop_whose_turns_are_slow_gets_on() -> None:
     """Each takes half a second: many ranks, or a machine that has little time for us."""
     attention = Attention()
-    looks = [attention.looked(each / 2, each / 2 + 0.01) for each in range(6)]
+    looks = [attention.looked(each / 2, each / 2 + 0.01, 0.0) for each in range(6)]
     assert looks == [None, None, 0.0, 0.5, 1.0, 1.5]
 
 

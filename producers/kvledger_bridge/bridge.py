@@ -48,6 +48,7 @@ from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.engine import Session
 from kvledger_bridge.lease import Leases
 from kvledger_bridge.ledger import Ledger
+from kvledger_bridge.pace import Rotation
 from kvledger_bridge.process import read_process
 from kvledger_bridge.publish import Publisher
 from kvledger_bridge.restorer import Restorer
@@ -155,6 +156,7 @@ class Bridge:
         self._first = self._loads = 0
         self._attention = Attention()
         self._large: _Seat | None = None
+        self._rotation = Rotation()
         self._look_at = 0.0
         self._stalled_at: float | None = None
         self._reported_at = 0.0
@@ -397,8 +399,8 @@ class Bridge:
         """One rank at a time goes on with a large batch, each in turn: two pieces of work would make a turn twice as
         long.
         """
-        large = [seat for seat in self._seats if seat.session.covering]
-        self._large = large[self.telemetry.counters.turns % len(large)] if large else None
+        chosen = self._rotation.next([i for i, seat in enumerate(self._seats) if seat.session.covering])
+        self._large = None if chosen is None else self._seats[chosen]
 
     def _pump(self, seat: _Seat, moment: float | None, *, stalled: bool) -> None:
         live, replay = (0, 0) if stalled else (self.settings.turn_live_max, self.settings.turn_replay_max)

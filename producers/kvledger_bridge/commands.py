@@ -52,6 +52,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     silent for 15 s counts as gone."""
     hole_tries_max: int = 3
     """Replays without progress before a hole counts as lost."""
+    step_bytes_max: int = 2**18
+    """Bytes of batches after which a step applies no further one: about 20 ms. 64 batches of 2000 blocks in one step
+    would take half a second from the other ranks."""
     live_batches_max: int = 10_000
     live_bytes_max: int = 64 * 2**20
     replay_batches_max: int = 20_000

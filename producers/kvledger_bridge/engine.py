@@ -84,6 +84,8 @@ class Session(Tenure):
         self._again = False
         self._stuck = self._silent = 0
         self._retry_at = self._probe_at = self._alive_at = 0.0
+        self._room = 0
+        """Bytes that this step may still apply; the last batch may exceed it."""
 
     # ---- what the caller saw
 
@@ -192,9 +194,9 @@ class Session(Tenure):
     @property
     def ready(self) -> bool:
         """Whether another step would do something at once."""
-        live = len(self._live) and self.phase is Phase.FOLLOWING and self._sewn
-        begun = self._log.covering or self._log.checkpointing
-        return bool(self._answers or self._out or begun or (live and self._live.first <= self.last + 1))
+        live = self._live and self.phase is Phase.FOLLOWING
+        due = live and (not self.rank.replay or (self._sewn and self._live.first <= self.last + 1))
+        return bool(self._answers or self._out or self._log.covering or self._log.checkpointing or due)
 
     @property
     def covering(self) -> bool:
@@ -214,7 +216,7 @@ class Session(Tenure):
         self._checkpoint_wanted = self.phase in OWNING
 
     def step(self, now: float, *, batches_max: int, may_load: bool = True) -> list[Command]:
-        """Apply at most ``batches_max`` batches and return the commands due, in order.
+        """Apply at most ``batches_max`` batches, fewer of long ones, and return the commands due, in order.
 
         Of a batch with more than ``pace.PIECE_BLOCKS`` blocks it is a piece that counts. While one is applied in part,
         nothing is asked of the engine, nothing else is applied, and what the caller saw is written before it.
@@ -224,6 +226,7 @@ class Session(Tenure):
             # an answer is not late because nobody was looking
             self._ask.fresh, self._ask.heard_at = False, now
         self._now = now
+        self._room = self._limits.step_bytes_max
         before = (self.life, self._log.n)
         if self.phase is Phase.CLAIMING:
             self._claim()
@@ -290,8 +293,9 @@ class Session(Tenure):
     # ---- answers of the replay endpoint
 
     def _take_answers(self, left: int) -> int:
-        while self._answers and self._ask is not None and left > 0 and not self._log.covering:
+        while self._answers and self._ask is not None and min(left, self._room) > 0 and not self._log.covering:
             seq, payload = self._answers.pop()
+            self._room -= len(payload)
             if not payload:
                 self._finish(self._ask, ended=True)
             else:
@@ -432,10 +436,11 @@ class Session(Tenure):
     def _take_live(self, left: int) -> None:
         if self.phase is Phase.OPENING and not self.rank.replay:
             self._open_live()
-        while self._live and left > 0 and not self._log.covering and self.phase is Phase.FOLLOWING and self._sew():
+        while self._live and min(left, self._room) > 0 and self._may_apply_live():
             if self._live.first > self.last + 1 and self.rank.replay:
                 return  # a hole: replay first
             seq, payload = self._live.pop()
+            self._room -= len(payload)
             if seq <= self.last:
                 self._overlap(seq, payload)
                 continue
@@ -451,6 +456,9 @@ class Session(Tenure):
                 digest = digest_of(payload)
                 self._remember(seq, digest)
                 self._log.cover(seq, payload, digest, LIVE)
+
+    def _may_apply_live(self) -> bool:
+        return not self._log.covering and self.phase is Phase.FOLLOWING and self._sew()
 
     def _open_live(self) -> None:
         """Without a replay endpoint a life opens with the first live batch."""

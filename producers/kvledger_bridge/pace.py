@@ -37,3 +37,17 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     left = iter(items)
     while some := list(islice(left, size)):
         yield some
+
+
+class Rotation:
+    """Who is next of those who wait: each waits for one turn of every other at most."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def next(self, waiting: Sequence[int]) -> int | None:
+        """One of them, which are in ascending order; None where there is none. O(waiting)."""
+        if not waiting:
+            return None
+        self._last = next((each for each in waiting if each > self._last), waiting[0])
+        return self._last

@@ -18,6 +18,14 @@ import msgspec
 
 from kvledger_index.units import Progress
 
+GUESS_MS_MAX = 4_000
+"""How much later than its newest record it may be on the log by a worker's own clock alone: enough for what is old to
+be stale, too little for a rank to be called gone, and a clock that is wrong costs no more of good answers than that.
+"""
+
+GUESS_ERROR_MS_MAX = 1_000
+"""A clock that is further behind a record that is there is wrong, and nobody knows by how much."""
+
 
 class Topic(NamedTuple):
     """A topic as it is now; ``id`` differs from that of an earlier topic of the same name."""
@@ -82,6 +90,13 @@ def rebuild(bounds: Bounds, why: str, starts: Starts) -> Plan:
         restart, why = bounds.start, f"{why}; from the log's start: {starts.why}"
     owners = _ended_before(restart, starts.fences)
     return Plan(restart, bounds.end, drop=True, why=why, starts=dict(starts.ranks), owners=owners)
+
+
+def first_guess(newest_ms: int, wall_ms: float) -> float:
+    """What time it is on the log before a record that comes says so: by our own clock, within bounds."""
+    if wall_ms < newest_ms - GUESS_ERROR_MS_MAX:
+        return newest_ms + GUESS_MS_MAX
+    return min(max(wall_ms, newest_ms), newest_ms + GUESS_MS_MAX)
 
 
 def _ended_before(restart: int, fences: Mapping[str, Mapping[int, int]]) -> dict[str, int]:

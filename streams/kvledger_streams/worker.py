@@ -24,7 +24,7 @@ from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
 from kvledger_streams.errors import Unavailable, UnreadableState
 from kvledger_streams.fold import PartitionState, Tally, fold, forget, fresh, resume, seed
-from kvledger_streams.progress import Bounds, Plan, Starts, Topic, plan, rebuild
+from kvledger_streams.progress import Bounds, Plan, Starts, Topic, first_guess, plan, rebuild
 from kvledger_streams.settings import Settings
 from kvledger_streams.telemetry import Telemetry
 from kvledger_wire.errors import WrongTopic
@@ -114,9 +114,9 @@ class _Resync(Exception):
 class _Partition:
     """One assigned partition; ``state`` is None while it waits to be placed."""
 
-    def __init__(self, number: int, now: float, clock: LogClock) -> None:
+    def __init__(self, number: int, now: float) -> None:
         self.number = number
-        self.clock = clock
+        self.clock = LogClock()
         """What time it is by the log: how old a rank's last word is does not depend on how fast we read."""
         self.end_seen: tuple[int, float] | None = None
         """The log's end at some moment: what stands behind it was appended later."""
@@ -186,10 +186,8 @@ class Worker:
 
     def assign(self, partitions: Iterable[int]) -> None:
         """These partitions are ours from here on, and no others; they are placed by the next turn."""
-        now, wall_ms = self._now(), self._wall() * 1000
-        self._partitions = {
-            number: _Partition(number, now, LogClock(guess_ms=wall_ms, moment=now)) for number in partitions
-        }
+        now = self._now()
+        self._partitions = {number: _Partition(number, now) for number in partitions}
         self._committed.clear()
         self._tell_readable()
         self.changed.set()
@@ -274,20 +272,23 @@ class Worker:
     async def _folding(self, part: _Partition, batch: Batch) -> AsyncIterator[None]:
         """All that ``take`` does with a batch; yields before the first piece of each large unit."""
         async with part.lock:
-            if part.state is None or part.epoch != batch.epoch:
+            state = part.state
+            if state is None or part.epoch != batch.epoch:
                 self._telemetry.counters.stale_batches += 1  # fetched before the last seek
                 return
             try:
                 self._tell_time(part, batch)
-                self._check_place(part, part.state, batch)
+                self._check_place(part, state, batch)
                 records = (
                     (each.offset, each.timestamp, each.key, each.value, known_of(each.headers))
                     for each in batch.records
                 )
-                for step in fold(part.state, records, end=batch.end, nonce=_nonce, tally=self.tally):
+                for step in fold(state, records, end=batch.end, nonce=_nonce, tally=self.tally):
                     if step.piece is not None and step.piece.number == 0:
                         yield
-                    await self._apply(part, part.state, step, batch.asked)
+                    if not self._holds(part, state):
+                        break  # whoever has it now reads all of it again
+                    await self._apply(part, state, step, batch.asked)
             except asyncio.CancelledError:
                 self._lose(part, _Resync("cancelled in the middle of a step"))
                 raise
@@ -356,7 +357,11 @@ class Worker:
         epoch = await source.seek(number, made.restart)
         if epoch is None or self._partitions.get(number) is not part:
             return  # revoked meanwhile
-        part.epoch, part.target, part.caught_up, part.since = epoch, made.target, False, self._now()
+        now = self._now()
+        if part.clock.at(now) is None:
+            guess_ms = first_guess(bounds.newest_ms, self._wall() * 1000)
+            part.clock = LogClock(guess_ms=guess_ms, moment=now)
+        part.epoch, part.target, part.caught_up, part.since = epoch, made.target, False, now
         part.state = state
         self._tell_readable()
         self._telemetry.placed(number, made, len(state.ranks))
@@ -392,12 +397,13 @@ class Worker:
 
     async def _apply(self, part: _Partition, state: PartitionState, step: Step, asked: float) -> None:
         """``asked``: since when the log's end is known. A process that was frozen knows it of long ago."""
-        if step.at_end and self._now() - asked > self._settings.end_age_seconds_max:
-            step = msgspec.structs.replace(step, at_end=False)
-        time_ms = part.clock.at(self._now())
-        if time_ms is not None and time_ms > step.broker_ms:  # what was read may have waited, for us or for nobody
-            step = msgspec.structs.replace(step, broker_ms=time_ms)
         async with self._turnstile:
+            now = self._now()  # what waited for its turn says what holds then
+            if step.at_end and now - asked > self._settings.end_age_seconds_max:
+                step = msgspec.structs.replace(step, at_end=False)
+            time_ms = part.clock.at(now)
+            if time_ms is not None and time_ms > step.broker_ms:  # what was read may have waited, for us or for nobody
+                step = msgspec.structs.replace(step, broker_ms=time_ms)
             outcome = await self._writer.apply(step)
         if outcome.verdict == "refused":
             self._telemetry.counters.refused += 1
@@ -409,8 +415,9 @@ class Worker:
         self._telemetry.counters.duplicates += outcome.duplicates
         part.failures, part.applied = 0, step.read
         if step.at_end:
-            part.stamped_at = self._now()
-        self._observe(part, state)
+            part.stamped_at = now  # not when Redis answered: what it held up is soon said anew
+        if part.state is state:
+            self._observe(part, state)
 
     async def _stamp_idle(self) -> None:
         """Say of each partition at whose end we stand that somebody does: a rank without news is gone then, and after
@@ -513,6 +520,10 @@ class Worker:
             self._readable.set()
         else:
             self._readable.clear()
+
+    def _holds(self, part: _Partition, state: PartitionState) -> bool:
+        """Whether it is still ours to be folded on: it was neither revoked nor lost meanwhile."""
+        return part.state is state and self._partitions.get(part.number) is part
 
     def _waiting(self) -> list[_Partition]:
         now = self._now()

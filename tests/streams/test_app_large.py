@@ -130,6 +130,25 @@ async def test_a_partition_that_moved_away_drops_what_was_fetched_behind() -> No
 
 
 @pytest.mark.usefixtures("small")
+async def test_a_partition_that_is_lost_in_a_large_unit_is_left_there_and_placed_again() -> None:
+    """Its topic was looked at, or its place in the log is gone: what goes on aside would write for nobody."""
+    kafka, index, ranks = world()
+    process = Process(kafka, index)
+    await begin(process, index, ranks[0])
+    process.worker.lost(0, "not in the log")
+    steps = len(index.steps)
+    index.gate.set()
+    while process.worker.readable() != {0, 1}:
+        await process.turn()
+    pieces = [step.piece.number for step in index.steps[steps:] if step.piece]
+    await process.settle()
+
+    assert pieces == [1], "the one that was under way"
+    assert process.lines("partition_defect") == []
+    assert {claim[3] for claim in await claims(index.inner)} == set(LARGE)
+
+
+@pytest.mark.usefixtures("small")
 async def test_a_stop_lets_a_large_unit_finish() -> None:
     kafka, index, ranks = world()
     process = Process(kafka, index)

@@ -54,7 +54,8 @@ class Kafka:
     async def bounds(self, partitions: Collection[int], topic: Topic) -> dict[int, Bounds]:
         if self.silent:
             raise self.silent
-        return {n: Bounds(topic.id, self.base[n], self.end(n), 0) for n in partitions if n in self.logs}
+        newest_ms = max((self.log_ms(self.end(n) - 1) for n in self.logs if self.logs[n]), default=0)
+        return {n: Bounds(topic.id, self.base[n], self.end(n), newest_ms) for n in partitions if n in self.logs}
 
     async def starts(self, partition: int, partitions: int) -> Starts:
         if self.pointers_fault:
@@ -156,7 +157,7 @@ class Faulty:
 class Process:
     """A worker with its clock, its log lines and the loop that a consumer runs."""
 
-    def __init__(self, kafka: Kafka, index: Any, *, wall_seconds: float = 0.0, **changes: Any) -> None:
+    def __init__(self, kafka: Kafka, index: Any, *, wall_seconds: float = 1.0, **changes: Any) -> None:
         self.kafka, self.index, self.clock, self.out = kafka, index, 100.0, io.StringIO()
         telemetry = Telemetry(self.out, now=self.now)
         options = {name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__} | changes

@@ -44,6 +44,9 @@ UNDERWAY = "moving: a batch too large for one step is being written, and a part 
 NEVER_PROVEN_MS = 10 * 365 * 86_400_000
 """An age of a picture that means none: log times count from 1970."""
 
+STAMP_AHEAD_SECONDS_MAX = 1.0
+"""How much younger than an answer its last reading may be, at most."""
+
 FRESH_SECONDS_MAX_DEFAULT = 3.0
 LEASE_SECONDS_DEFAULT = 15.0
 
@@ -106,6 +109,11 @@ def _liveness(pulse: Pulse, partition: PartitionView | None, time_ms: int, limit
     if stamp_age > limits.fresh_seconds_max:
         since = f"for {stamp_age:.1f} s" if partition.alive_ms else "so far"
         yield Note("stale", f"no worker stood at the log's end {since}")
+    elif stamp_age < -STAMP_AHEAD_SECONDS_MAX:
+        # of another clock: what was stamped by it would stay fresh until this one has caught up
+        yield Note(
+            "stale", f"Redis' clock went back by {-stamp_age:.1f} s, and no worker has stood at the log's end since"
+        )
     elif (partition.alive_ms - pulse.heard_ms) / 1000 > limits.lease_seconds:
         yield Note("unknown", f"gone: silent for {age:.1f} s, more than the lease of {limits.lease_seconds:g} s")
     proven = age + pulse.now.unproven_ms / 1000

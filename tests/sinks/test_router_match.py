@@ -309,6 +309,20 @@ async def test_while_nobody_reads_the_partition_everything_is_stale_and_nothing_
     assert match.best(include_uncertain=True) is holder
 
 
+async def test_a_redis_clock_that_goes_back_makes_nobody_fresh_who_is_not_stamped_again(world: World) -> None:
+    """Set back by an hour, or another server's after a failover, and the worker is lost too: nobody would be stale."""
+    await world.fleet.open("pod-a/0")
+    await world.fleet.store("pod-a/0", PROMPT)
+    world.clock.pass_seconds(-3600)
+    dead = only(await world.index.match(PROMPT))
+    world.fleet.log_ms += 1_000
+    await world.fleet.store("pod-a/0", PROMPT)
+    alive = only(await world.index.match(PROMPT))
+
+    assert (dead.status, "clock went back by 3600.0 s" in dead.reason) == ("stale", True)
+    assert alive.status == "exact"
+
+
 async def test_a_partition_behind_its_target_is_stale_until_it_is_read(world: World) -> None:
     """Old lives must not be served as exact while history is read again."""
     await world.fleet.start(target=100)

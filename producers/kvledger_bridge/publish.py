@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, Producer
 
 from kvledger_bridge.errors import InvalidConfig, Refused
@@ -42,6 +43,7 @@ from kvledger_wire.records import (
     Unreadable,
     encode,
 )
+from kvledger_wire.replicas import leads_to
 
 RECONNECT_MS_MAX = 1000
 """Back-off towards a broker that is away: within a second of its return records flow again."""
@@ -184,14 +186,16 @@ class Publisher:
 
     def announce(self, who: Who, record: ReplicaRecord) -> None:
         """Produce a claim, a pointer, or that we are restoring; what becomes of it comes with ``serve``."""
+        value = record
         match record:
             case Pointer(owner=owner):
                 key = pointer_key(*who, owner)
+                value = msgspec.structs.replace(record, partitions=self._partitions)
             case Restoring(owner=owner):
                 key = restoring_key(*who, owner)
             case _:
                 key = claim_key(*who)
-        self._produce((self._settings.replicas_topic, 0), key, encode(record), self._reporter(who, record))
+        self._produce((self._settings.replicas_topic, 0), key, encode(value), self._reporter(who, record))
 
     def forget(self, who: Who, below: int) -> None:
         """Take back the pointers of a rank's owners below, and what they and we said of restoring: a tombstone each."""
@@ -244,8 +248,13 @@ class Publisher:
         return self._watch.read_to if self._watch is not None else -1
 
     def pointer(self, who: Who) -> Pointer | None:
-        """A rank's pointer of the highest owner that has one, as far as the replicas topic was read."""
-        return self._watch.table.newest(*who) if self._watch is not None else None
+        """A rank's pointer of the highest owner that has one, as far as the replicas topic was read. One into the
+        partition where the rank was before leads to the log's start.
+        """
+        pointer = self._watch.table.newest(*who) if self._watch is not None else None
+        if pointer is None or leads_to(pointer, who, partition_of(*who, self._partitions)):
+            return pointer
+        return msgspec.structs.replace(pointer, fence=-1, offset=-1)
 
     def ranks_beside(self, who: Who) -> int:
         """How many ranks share the rank's partition, itself included. O(ranks)."""

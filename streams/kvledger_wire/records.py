@@ -249,11 +249,13 @@ class Pointer(Record, frozen=True, array_like=True, tag="pointer"):
     ``offset`` is where the newest ``Opened`` or first part of a complete checkpoint stands (-1: log start), ``fence``
     the own Fence, so that a reader who starts behind it knows whom it ended. Before that stands, a new owner inherits a
     pointer with the earlier owner's Fence (-1: none); it writes the pointer again when it does. Written only after what
-    it names was acknowledged.
+    it names was acknowledged. ``partitions``: how many the event topic had (0: an older bridge did not say). Where
+    ranks belong elsewhere since, neither offset is one of the partition where the rank is now.
     """
 
     fence: int
     offset: int
+    partitions: int = 0
 
 
 class Unreadable(Record, frozen=True, array_like=True, tag="unreadable"):

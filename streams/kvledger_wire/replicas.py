@@ -39,14 +39,14 @@ class ReplicaTable:
 
     def pointers(self, partition: int, partitions: int, since_ms: int = 0) -> dict[str, Pointer | None]:
         """Of each rank of a partition (``replica/rank``) the pointer of its highest owner that has one; None: it has
-        none. O(ranks).
+        none, or it points into the partition where the rank was before there were others. O(ranks).
 
         ``since_ms`` is the log time at which the partition's log begins. Ranks of which nothing was said here since are
         left out: whoever follows a rank points several times in the time that a log reaches back, so nobody does, and
         where it began is not in the log any more. Pods come and go, and not everyone leaves a tombstone.
         """
         return {
-            rank_id(*rank): self.newest(*rank)
+            rank_id(*rank): self._within(rank, partition)
             for rank in sorted(self._claimed)
             if partition_of(*rank, partitions) == partition and self._heard_ms[rank] >= since_ms
         }
@@ -60,7 +60,8 @@ class ReplicaTable:
         found: dict[str, dict[int, int]] = {}
         for rank, owners in self._pointers.items():
             if partition_of(*rank, partitions) == partition:
-                named = ((owners[owner].fence, owner) for owner in sorted(owners, reverse=True))
+                here = {owner: each.fence for owner, each in owners.items() if leads_to(each, rank, partition)}
+                named = ((here[owner], owner) for owner in sorted(here, reverse=True))
                 found[rank_id(*rank)] = {fence: owner for fence, owner in named if fence >= 0}
         return found
 
@@ -68,6 +69,10 @@ class ReplicaTable:
         """The pointer of a rank's highest owner that has one."""
         owners = self._pointers.get((replica, rank))
         return owners[max(owners)] if owners else None
+
+    def _within(self, rank: tuple[str, int], partition: int) -> Pointer | None:
+        pointer = self.newest(*rank)
+        return pointer if pointer is not None and leads_to(pointer, rank, partition) else None
 
     def owners(self, replica: str, rank: int) -> tuple[int, ...]:
         """Owners of a rank that have a pointer."""
@@ -81,6 +86,11 @@ def _pointer_of(owner: int, value: bytes) -> Pointer:
     except Poison:
         record = None
     return record if isinstance(record, Pointer) else Pointer(SCHEMA, owner, -1, -1)
+
+
+def leads_to(pointer: Pointer, rank: tuple[str, int], partition: int) -> bool:
+    """Whether the offsets of a rank's pointer are ones of this partition. Older bridges did not say; then they are."""
+    return pointer.partitions <= 0 or partition_of(*rank, pointer.partitions) == partition
 
 
 def begins(rank: str, key: bytes | None, value: bytes | None) -> bool:

@@ -87,8 +87,8 @@ def test_a_take_over_leaves_claim_pointer_fence_and_pointer(setup: Setup, eventu
 
     assert isinstance(claim, Claim)
     assert (claim.bridge, messages[0].offset()) == (bridge.name, 0)
-    assert first == Pointer(0, owner=0, fence=-1, offset=-1)
-    assert fenced == Pointer(0, owner=0, fence=0, offset=-1)
+    assert first == Pointer(0, owner=0, fence=-1, offset=-1, partitions=4)
+    assert fenced == Pointer(0, owner=0, fence=0, offset=-1, partitions=4)
     assert isinstance(second, Pointer)
     assert [message.key() for message in messages] == [b"r/0", b"r/0/0", b"r/0/0", b"r/0/0"]
     assert rank.kinds()[:2] == ["Fence", "Opened"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,17 +11,23 @@ from typing import Any
 
 import pytest
 from bridgeworld import SECONDS_MAX, Rank, Setup, play, recording, status, truth
+from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import NewPartitions
 from proxy import Proxy
 
 from kvledger.admin import connect, create_topics
+from kvledger_bridge.bridge import Bridge
 from kvledger_bridge.errors import Refused
 from kvledger_bridge.publish import Delivery, Publisher
 from kvledger_engine.standin import StandIn
+from kvledger_index.memory import MemoryIndex
+from kvledger_streams.fold import LogRecord, Tally, fold, fresh, seed
+from kvledger_streams.pointers import Pointers
+from kvledger_streams.progress import Bounds, Plan, rebuild
 from kvledger_wire.known import known_of
 from kvledger_wire.partition import partition_of
 from kvledger_wire.records import Events, Fence, Opened, Suspended, decode_event
-from kvledger_wire.topics import EVENTS, topic_specs
+from kvledger_wire.topics import EVENTS, REPLICAS, topic_specs
 
 Make = Callable[..., Setup]
 
@@ -214,42 +222,100 @@ def test_no_rank_waits_for_a_busy_one(setup: Setup, eventually: Any) -> None:
     eventually(lambda: status(bridge, 0).last == busy.head)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_partitions_that_are_added_end_a_bridge_whose_successor_follows_every_rank(
-    setup: Setup, eventually: Any
+    setup: Setup, kafka: str, eventually: Any
 ) -> None:
-    """4 partitions become 8 while batches come: ranks belong elsewhere, where readers look for them from then on.
+    """4 partitions become 6 and then 8 while batches come: ranks belong elsewhere, where readers look from then on.
 
-    batches          0 ... 19 | 20 ... 39 | 40 ... 59
-    partitions              4 | 8         | 8
-    who writes          first | nobody    | second, which got 20 ... 39 by replay
+    batches          0 ... 19 | 20 ... 39 | 40 ... 59 ... 79 | 80 ... 99
+    partitions              4 | 6         | 6       |      8 | 8
+    who writes          first | nobody    | second, | nobody | third, which got what was missing by replay
     """
     entry, batches = recording("llama_s11")
-    for number in range(6):
-        play(setup.engine(entry, "r", number), batches[:20])
-    first = setup.bridge(topic_check_seconds=0.2)
-    eventually(lambda: all(status(first, number).last == 19 for number in range(6)))
-    admin = setup.admin()
-    for future in admin.create_partitions([NewPartitions(setup.prefix + EVENTS, 8)]).values():
-        future.result(SECONDS_MAX)
-    eventually(lambda: isinstance(first.error, Refused))
-    for number in range(6):
-        play(setup.engines["r", number], batches[20:40])
-    setup.partitions = 8
-    second = setup.bridge()
-    eventually(lambda: all(status(second, number).last == 39 for number in range(6)))
-    for number in range(6):
-        play(setup.engines["r", number], batches[40:60])
-    reader = setup.reader(misplaced=True)
-    for number in range(6):
-        rank = reader.until(f"r/{number}", 59)
-        assert rank.blocks == truth(entry, batches[:60])
-        assert complete(rank)
+    names = ranks_that_move()
+    assert len(names) == 4
+    for name in names:
+        play(setup.engine(entry, name), batches[:20])
+    bridge, admin = setup.bridge(topic_check_seconds=0.2), setup.admin()
+    follows(bridge, eventually, 19)
+    for before, partitions, last in ((4, 6, 60), (6, 8, 100)):
+        for future in admin.create_partitions([NewPartitions(setup.prefix + EVENTS, partitions)]).values():
+            future.result(SECONDS_MAX)
+        eventually(lambda ended=bridge: isinstance(ended.error, Refused))
+        assert f"has {partitions} partitions instead of {before}: this bridge ends" in str(bridge.error)
+        play_all(setup, batches[last - 40 : last - 20])
+        bridge = setup.bridge(topic_check_seconds=0.2)
+        follows(bridge, eventually, last - 21)
+        play_all(setup, batches[last - 20 : last])
+        setup.partitions = partitions
+        reader = setup.reader(misplaced=True)
+        held = {f"{name}/0": reader.until(f"{name}/0", last - 1) for name in names}
+        assert all(rank.blocks == truth(entry, batches[:last]) and complete(rank) for rank in held.values())
 
-    assert str(first.error).startswith(f"topic {setup.prefix}{EVENTS} has 8 partitions instead of 4: this bridge ends")
-    moved = {n for n in range(6) if partition_of("r", n, 4) != partition_of("r", n, 8)}
-    assert 0 < len(moved) < 6, "ranks of both kinds"
-    assert {n for n in range(6) if status(second, n).counts.lives} == moved, "the others go on in their lives"
+    keys = {key for _, _, key in truth(entry, batches[:100])}
+    for partition in {partition_of(name, 0, 8) for name in names}:
+        here = {f"{name}/0" for name in names if partition_of(name, 0, 8) == partition}
+        assert rebuilt(kafka, setup, partition) == {(name, key) for name in here for key in keys}
+
+
+def ranks_that_move() -> list[str]:
+    """Replicas that come back, stay and move, as 4 partitions become 6 and then 8; none shares one with another before
+    the last, so that their records have the same offsets and what points into one partition seems to fit another.
+    """
+    found: list[str] = []
+    taken: set[tuple[int, int]] = set()
+    for kind in ((False, True), (True, True), (False, False), (True, False)):
+        for name in map(str, range(1000)):
+            before, then, now = (partition_of(name, 0, count) for count in (4, 6, 8))
+            places = {(4, before), (6, then)}
+            if (then == before, now == before) == kind and not places & taken:
+                found.append(name)
+                taken |= places
+                break
+    return found
+
+
+def follows(bridge: Bridge, eventually: Any, seq: int) -> None:
+    eventually(lambda: all(rank.phase == "following" and rank.last == seq for rank in bridge.status()))
+
+
+def play_all(setup: Setup, batches: list[Any]) -> None:
+    for engine in setup.engines.values():
+        play(engine, batches)
+
+
+def rebuilt(kafka: str, setup: Setup, partition: int) -> set[tuple[str, bytes]]:
+    """(rank, key) of an index that was rebuilt from this partition of 8 as a worker does it."""
+    pointers = Pointers(kafka, setup.prefix + EVENTS, setup.prefix + REPLICAS, request_seconds=10.0)
+    consumer = Consumer({"bootstrap.servers": kafka, "group.id": "none", "log_level": 0})
+    place = TopicPartition(setup.prefix + EVENTS, partition)
+    try:
+        starts = asyncio.run(pointers.starts(partition, 8))
+        end = consumer.get_watermark_offsets(place, timeout=10.0)[1]
+        plan = rebuild(Bounds("t", 0, end, 0), "a test", starts)
+        consumer.assign([TopicPartition(place.topic, partition, plan.restart)])
+        log: list[LogRecord] = []
+        while len(log) < end - plan.restart:
+            log += [(m.offset(), m.timestamp()[1], m.key(), m.value(), None) for m in consumer.consume(1000, 0.2)]
+    finally:
+        pointers.stop()
+        consumer.close()
+    return asyncio.run(folded(log, plan, partition, end))
+
+
+async def folded(log: list[LogRecord], plan: Plan, partition: int, end: int) -> set[tuple[str, bytes]]:
+    """What such a rebuild makes of these records."""
+    index, nonce = MemoryIndex(), itertools.count(1)
+    await index.seek(partition, "t", plan.restart, end, drop=True)
+    facts: dict[str, Any] = {"partitions": 8, "topic_id": "t", "restart": plan.restart, "broker_ms": 0}
+    state = fresh(partition, starts=plan.starts, **facts)
+    options: dict[str, Any] = {"nonce": lambda: next(nonce).to_bytes(16, "big")}
+    for step in seed(state, plan.owners, **options):
+        assert (await index.apply(step)).verdict == "applied"
+    for step in fold(state, log, end=end, tally=Tally(), **options):
+        assert (await index.apply(step)).verdict == "applied"
+    return {(claim.rank, claim.key.to_bytes(8, "big")) async for claim in index.dump()}
 
 
 @pytest.mark.timeout(120)

@@ -138,6 +138,26 @@ def test_a_fence_is_of_the_lowest_owner_that_names_it() -> None:
     assert table.fences((HOME + 1) % PARTITIONS, PARTITIONS) == {}
 
 
+def test_a_pointer_into_the_partition_where_a_rank_was_leads_nowhere() -> None:
+    """4 partitions, then 6, then 8: a rank goes from A to B and back to A. What owner 5 fenced in B at 0 says nothing
+    of A, where owner 3 began at 1; owner 9 has claimed it there and not pointed yet.
+    """
+    wanted = (f"pod-{i}" for i in range(1000))
+    name = next(n for n in wanted if partition_of(n, 0, 4) == partition_of(n, 0, 8) != partition_of(n, 0, 6))
+    home, away = partition_of(name, 0, 4), partition_of(name, 0, 6)
+    table = ReplicaTable()
+    claim(table, name)
+    table.take(pointer_key(name, 0, 3), encode(Pointer(0, 3, 0, 1, 4)))
+    table.take(pointer_key(name, 0, 5), encode(Pointer(0, 5, 0, 1, 6)))
+
+    rank = f"{name}/0"
+    assert (table.pointers(away, 6), table.fences(away, 6)) == ({rank: Pointer(0, 5, 0, 1, 6)}, {rank: {0: 5}})
+    assert (table.pointers(home, 8), table.fences(home, 8)) == ({rank: None}, {rank: {0: 3}})
+    table.take(pointer_key(name, 0, 9), encode(Pointer(0, 9, 40, 41, 8)))
+    assert table.pointers(home, 8) == {rank: Pointer(0, 9, 40, 41, 8)}
+    assert table.fences(home, 8) == {rank: {40: 9, 0: 3}}
+
+
 def test_fences_are_told_of_ranks_that_left_too() -> None:
     """What their bridges send late counts as little."""
     table = ReplicaTable()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,10 +35,11 @@ from kvledger_index.units import (
 )
 from kvledger_streams.errors import UnreadableState
 from kvledger_streams.ops import Tiers, card_of, now_of, ops_of, proves, size_of, size_of_effect, stamp_of, watch
+from kvledger_streams.tally import Tally
 from kvledger_wire.accept import Dropped, Effect, Loading, Opening, RankState, accept, unload
 from kvledger_wire.errors import Poison
 from kvledger_wire.partition import parse_key, partition_of
-from kvledger_wire.records import Checkpoint, EventRecord, Events, decode_event
+from kvledger_wire.records import Checkpoint, EventRecord, Events, Fence, decode_event
 
 OPS_PER_STEP_MAX = STEP_OPS_MAX
 """A step is cut before the record that would exceed this; a single unit above it is applied in pieces."""
@@ -53,8 +54,7 @@ bytes, and the ops of one piece.
 """
 
 BYTES_PER_STEP_MAX = 512 * 1024
-"""The same for values read, whatever came of them: a record of that size decodes in 1.5 ms, and nothing else runs on
-the loop between two steps. One without units is a small price."""
+"""The same for values read, whatever came of them: that much decodes in 1.5 ms, while nothing else runs."""
 
 RANKS_PER_STEP_MAX = 256
 """The same for ranks: each one carries its state and perhaps a card, about 1 KB."""
@@ -62,47 +62,11 @@ RANKS_PER_STEP_MAX = 256
 KEYS_CACHED_MAX = 16_384
 """Parsed record keys that are remembered: some bytes each, and a worker meets ranks times groups of them."""
 
-NOTES_MAX = 200
-"""Notes kept between two looks at them: a log full of junk must not fill the memory or the operator's screen."""
-
 STATE_VERSION = 2
 """Raise it when a rank's card comes out differently for the same state: stored cards are then written again."""
 
 LogRecord = tuple[int, int, bytes | None, bytes | None, int | None]
 """(offset, log time in ms, key, value, up to which log time its picture is whole as ``known.known_of`` reads it)."""
-
-
-NoteKind = Literal["opened", "loaded", "unloaded", "unreadable_value", "unreadable_key", "misplaced", "forgotten"]
-
-
-class Note(NamedTuple):
-    """Something about one rank that an operator may want to know; never a token, hash or key."""
-
-    kind: NoteKind
-    rank: str
-    offset: int
-    why: str
-
-
-class Tally(msgspec.Struct):
-    """What a worker has folded so far; ``notes`` is emptied by whoever logs them."""
-
-    records: int = 0
-    units: int = 0
-    ops: int = 0
-    opened: int = 0
-    loaded: int = 0
-    unloaded: int = 0
-    unreadable_values: int = 0
-    unreadable_keys: int = 0
-    misplaced: int = 0
-    forgotten: int = 0
-    notes: list[Note] = []
-
-    def note(self, kind: NoteKind, rank: str, offset: int, why: str) -> None:
-        """Keep a note; above NOTES_MAX only the counters tell."""
-        if len(self.notes) < NOTES_MAX:
-            self.notes.append(Note(kind, rank, offset, why))
 
 
 class PartitionState(msgspec.Struct):
@@ -113,7 +77,8 @@ class PartitionState(msgspec.Struct):
     count, ``cards`` what the catalogue was last given, ``tiers`` what lower tiers did. ``heard`` is the log time of
     each rank's last unit, ``proven`` that of its last record that ``ops.proves`` its picture, ``forgotten`` names those
     that left the catalogue and were not heard of since. ``starts`` tells below which offset a rank's records are passed
-    over in a rebuild: they would be read for nothing, as the rank is loaded there (ADR 8).
+    over in a rebuild: they would be read for nothing, as the rank is loaded there (ADR 8). ``told`` are ranks without a
+    picture of which that was said.
     """
 
     partition: int
@@ -130,6 +95,7 @@ class PartitionState(msgspec.Struct):
     proven: dict[str, int]
     forgotten: set[str]
     starts: Mapping[str, int] = {}
+    told: set[str] = set()
 
 
 class _Blob(msgspec.Struct, frozen=True, array_like=True):
@@ -417,6 +383,10 @@ class _Cut:
             self._state.tails[home.rank] = rank.tail_from
         else:
             self._state.tails.pop(home.rank, None)
+        if rank.loaded:
+            self._state.told.discard(home.rank)
+        elif record is not None and not (effects or rank.load or rank.closed or isinstance(record, Fence)):
+            self._unusable(home.rank, rank, record, offset)
         if not effects and stamp_of(rank) == before:
             return
         making = self._making.get(home.rank)
@@ -437,6 +407,18 @@ class _Cut:
         if isinstance(record, Checkpoint) and rank.loaded and (begun or not was_loaded):
             self._tally.loaded += 1
             self._tally.note("loaded", home.rank, offset, f"a checkpoint of {record.part + 1} parts")
+
+    def _unusable(self, name: str, rank: RankState, record: EventRecord, offset: int) -> None:
+        """It changes nothing, and the rank has no picture. Its bridge may think that all is well: told once."""
+        self._tally.unusable += 1
+        if name not in self._state.told:
+            self._state.told.add(name)
+            why = (
+                f"owner {rank.owner} ended {record.owner}"
+                if record.owner < rank.owner
+                else "no life before it is known"
+            )
+            self._tally.note("unusable", name, offset, why)
 
     def step(self, *, at_end: bool) -> Step:
         """Close what was gathered; of a unit in pieces the last one."""
@@ -532,6 +514,7 @@ class _Cut:
                 self._tally.unloaded += 1
                 self._tally.note("unloaded", rank, offset, "a hole before a checkpoint, which is loaded")
             elif isinstance(effect, Dropped):
+                self._state.told.add(rank)
                 self._tally.unloaded += 1
                 self._tally.note("unloaded", rank, offset, effect.why)
 

@@ -14,6 +14,7 @@ Logs are JSON lines on stdout. Tests and operators look for ``event``; texts may
     rank_opened            info     nothing
     rank_loaded            info     nothing: it was taken from a checkpoint, not from its life's beginning
     rank_unloaded          warning  look at the bridge of that rank: the log has a hole there
+    record_unusable        warning  the rank is unknown until its next life or checkpoint; restart its bridge
     rank_forgotten         info     nothing: it was closed, or silent for long, and left the catalogue
     record_unreadable      warning  a writer of another version, or junk: the key's rank is unloaded
     record_misplaced       warning  partitions were added to the topic: use a new topic prefix
@@ -42,8 +43,8 @@ import msgspec
 import structlog
 
 from kvledger_index.units import Scrubbed
-from kvledger_streams.fold import Note, Tally
 from kvledger_streams.progress import Plan
+from kvledger_streams.tally import Note, Tally
 
 Code = Literal[
     "worker_started",
@@ -55,6 +56,7 @@ Code = Literal[
     "rank_opened",
     "rank_loaded",
     "rank_unloaded",
+    "record_unusable",
     "rank_forgotten",
     "record_unreadable",
     "record_misplaced",
@@ -82,6 +84,7 @@ _NOTE_CODES: Final[dict[str, tuple[Code, Level]]] = {
     "opened": ("rank_opened", "info"),
     "loaded": ("rank_loaded", "info"),
     "unloaded": ("rank_unloaded", "warning"),
+    "unusable": ("record_unusable", "warning"),
     "forgotten": ("rank_forgotten", "info"),
     "unreadable_value": ("record_unreadable", "warning"),
     "unreadable_key": ("record_unreadable", "warning"),

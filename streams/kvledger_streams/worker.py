@@ -23,9 +23,10 @@ from kvledger_index import errors as index_errors
 from kvledger_index.contract import IndexWriter
 from kvledger_index.units import NONCE_BYTES, ScrubBudget, Step
 from kvledger_streams.errors import Unavailable, UnreadableState
-from kvledger_streams.fold import PartitionState, Tally, fold, forget, fresh, resume, seed
+from kvledger_streams.fold import PartitionState, fold, forget, fresh, resume, seed
 from kvledger_streams.progress import Bounds, Plan, Starts, Topic, first_guess, plan, rebuild
 from kvledger_streams.settings import Settings
+from kvledger_streams.tally import Tally
 from kvledger_streams.telemetry import Telemetry
 from kvledger_wire.errors import WrongTopic
 from kvledger_wire.known import LogClock, known_of

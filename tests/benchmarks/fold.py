@@ -33,7 +33,8 @@ from streamsworld import PARTITIONS, Installation
 from kvledger.admin import connect, create_topics
 from kvledger.stack import Stack
 from kvledger_index.reader import RedisReader
-from kvledger_streams.fold import LogRecord, Tally, fold, fresh
+from kvledger_streams.fold import LogRecord, fold, fresh
+from kvledger_streams.tally import Tally
 from kvledger_wire.topics import topic_specs
 
 RANKS = 64

@@ -21,9 +21,10 @@ from kvledger_bridge.errors import Refused
 from kvledger_bridge.publish import Delivery, Publisher
 from kvledger_engine.standin import StandIn
 from kvledger_index.memory import MemoryIndex
-from kvledger_streams.fold import LogRecord, Tally, fold, fresh, seed
+from kvledger_streams.fold import LogRecord, fold, fresh, seed
 from kvledger_streams.pointers import Pointers
 from kvledger_streams.progress import Bounds, Plan, rebuild
+from kvledger_streams.tally import Tally
 from kvledger_wire.known import known_of
 from kvledger_wire.partition import partition_of
 from kvledger_wire.records import Events, Fence, Opened, Suspended, decode_event

@@ -13,7 +13,8 @@ from kvledger_index import units
 from kvledger_index.reader import RedisReader
 from kvledger_index.writer import RedisWriter
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import Tally, fold
+from kvledger_streams.fold import fold
+from kvledger_streams.tally import Tally
 from kvledger_wire import records as wire
 
 BLOCKS = 20_000

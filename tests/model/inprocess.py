@@ -14,7 +14,8 @@ from kvledger_bridge.unit import Covered, records
 from kvledger_engine.recording import Meta
 from kvledger_index.memory import MemoryIndex
 from kvledger_router import Holder, Index, Media
-from kvledger_streams.fold import Tally, fold, fresh
+from kvledger_streams.fold import fold, fresh
+from kvledger_streams.tally import Tally
 from kvledger_wire.partition import record_key
 from kvledger_wire.records import LIVE, SCHEMA, Fence, Heartbeat, Opened, encode
 

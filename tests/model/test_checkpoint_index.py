@@ -16,7 +16,8 @@ from kvledger_bridge import snapshot
 from kvledger_bridge.lanes import Lane
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Card, Now
-from kvledger_streams.fold import Tally, fold, fresh
+from kvledger_streams.fold import fold, fresh
+from kvledger_streams.tally import Tally
 from kvledger_wire.partition import record_key
 from kvledger_wire.records import encode
 

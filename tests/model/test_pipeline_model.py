@@ -37,7 +37,8 @@ from kvledger_bridge.unit import Covered, records
 from kvledger_index.blockkeys import prompt_keys
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import GroupSpec, ModelEntry
-from kvledger_streams.fold import PartitionState, Tally, fold, resume
+from kvledger_streams.fold import PartitionState, fold, resume
+from kvledger_streams.tally import Tally
 from kvledger_wire.partition import record_key
 from kvledger_wire.records import LIVE, SCHEMA, Fence, Heartbeat, Opened, Suspended, encode
 

@@ -11,7 +11,8 @@ from ranklog import RankLog, prompt
 
 from kvledger_index.model import GroupSpec, ModelEntry
 from kvledger_index.units import Step
-from kvledger_streams.fold import PartitionState, Tally, fold, fresh
+from kvledger_streams.fold import PartitionState, fold, fresh
+from kvledger_streams.tally import Tally
 from kvledger_wire import records as wire
 from kvledger_wire.partition import record_key
 

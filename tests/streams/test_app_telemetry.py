@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from kvledger_streams import telemetry as module
-from kvledger_streams.fold import Note, Tally
 from kvledger_streams.progress import Plan
+from kvledger_streams.tally import Note, Tally
 from kvledger_streams.telemetry import REPEAT_SECONDS_MIN, REPEATS_KNOWN_MAX, Code, LibraryLog, Telemetry
 
 

@@ -13,8 +13,9 @@ from kvledger_index.enginehash import Scheme
 from kvledger_index.model import GroupSpec
 from kvledger_index.units import NEVER, Bind, Clear, Drop, Now, Put, Stamp
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import Tally, fold, resume
+from kvledger_streams.fold import fold, resume, seed
 from kvledger_streams.ops import card_of
+from kvledger_streams.tally import Tally
 from kvledger_wire import records as wire
 
 
@@ -391,3 +392,34 @@ def test_a_record_is_as_new_as_what_it_says_and_not_as_its_arrival(known_ms: int
 
     assert [unit.now.unproven_ms for unit in step.units] == [unproven_ms]
     assert state.heard[rank.id] == 1_764_000_009_000, "that somebody was heard is another question"
+
+
+def test_a_rank_whose_records_cannot_be_used_is_told_once_until_it_is_loaded() -> None:
+    """Its beginning is gone: heartbeats come, its bridge follows, and nobody would know why it is not there."""
+    rank, log = opened_rank()
+    for _ in range(3):
+        rank.beat()
+    tally = Tally()
+    state = state_at(1)
+    steps_of(log[1:], state, start=1, tally=tally)
+    rank.open()
+    steps_of(log[4:], state, start=4, tally=tally)
+
+    told = [(note.kind, note.rank, note.offset, note.why) for note in tally.notes]
+    assert told == [
+        ("unusable", rank.id, 1, "no life before it is known"),
+        ("opened", rank.id, 4, tally.notes[-1].why),
+    ]
+    assert (tally.unusable, state.told) == (3, set())
+
+
+def test_late_records_of_an_owner_that_was_ended_are_told_where_nothing_else_is_known() -> None:
+    rank, log = opened_rank()
+    rank.beat()
+    tally, state = Tally(), state_at()
+    for step in seed(state, {rank.id: 9}, nonce=nonces()):
+        assert step.units
+    steps_of(log, state, tally=tally)
+
+    assert [(note.kind, note.why) for note in tally.notes] == [("unusable", "owner 9 ended 1")]
+    assert tally.unusable == 2

@@ -17,8 +17,9 @@ from test_fold_properties import assigned, batches, claims
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Bind, Drop, Put
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, LogRecord, Tally, fold
+from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, LogRecord, fold
 from kvledger_streams.ops import ops_of
+from kvledger_streams.tally import Tally
 from kvledger_wire import records as wire
 from kvledger_wire.accept import RankState, accept
 

@@ -12,7 +12,8 @@ from ranklog import NO_PARENT, Claim, RankLog, prompt
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.model import MEDIA
 from kvledger_index.units import Drop, Put
-from kvledger_streams.fold import Tally, fold, fresh
+from kvledger_streams.fold import fold, fresh
+from kvledger_streams.tally import Tally
 from kvledger_wire import records as wire
 
 KEYS = prompt("p", 40)

@@ -14,8 +14,9 @@ from ranklog import RankLog, prompt, runs
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import UNDERWAY_MS, Bind, Drop, Step
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, Tally, fold, resume
+from kvledger_streams.fold import PIECE_OPS_MAX, UNIT_OPS_MAX, fold, resume
 from kvledger_streams.ops import ops_of
+from kvledger_streams.tally import Tally
 from kvledger_wire import records as wire
 
 

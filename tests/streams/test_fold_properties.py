@@ -14,8 +14,9 @@ from ranklog import RankLog
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Step
 from kvledger_streams import fold as folding
-from kvledger_streams.fold import LogRecord, PartitionState, Tally, fold, resume
+from kvledger_streams.fold import LogRecord, PartitionState, fold, resume
 from kvledger_streams.ops import stamp_of
+from kvledger_streams.tally import Tally
 
 
 def partition_log(seed: int, length: int, ranks: int = 3) -> tuple[list[RankLog], Log]:

@@ -12,7 +12,8 @@ from ranklog import RankLog, runs
 from kvledger_index.units import NEVER, Drop
 from kvledger_streams import fold as folding
 from kvledger_streams.errors import UnreadableState
-from kvledger_streams.fold import NOTES_MAX, Tally, fresh, resume
+from kvledger_streams.fold import fresh, resume
+from kvledger_streams.tally import NOTES_MAX, Tally
 from kvledger_wire import accept as accepting
 from kvledger_wire import records as wire
 from kvledger_wire.accept import RankState

@@ -18,8 +18,9 @@ from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import Step
 from kvledger_router import Index
 from kvledger_router.standing import Limits, standing, verdict
-from kvledger_streams.fold import PartitionState, Tally, fold, fresh, resume, seed
+from kvledger_streams.fold import PartitionState, fold, fresh, resume, seed
 from kvledger_streams.progress import Plan, plan, rebuild
+from kvledger_streams.tally import Tally
 from kvledger_wire.accept import RankState
 
 T = TypeVar("T")

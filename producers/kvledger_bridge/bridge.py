@@ -46,6 +46,7 @@ from kvledger_bridge.continuity import Phase
 from kvledger_bridge.decode import decoding
 from kvledger_bridge.discovery import RankConfig
 from kvledger_bridge.engine import Session
+from kvledger_bridge.errors import Refused
 from kvledger_bridge.lease import Leases
 from kvledger_bridge.ledger import Ledger
 from kvledger_bridge.pace import Rotation
@@ -219,6 +220,9 @@ class Bridge:
     def _guarded(self, publisher: Publisher) -> None:
         try:
             self._serve(publisher)
+        except Refused as error:
+            self.error = error
+            self.telemetry.refused(str(error))
         except Exception as error:  # noqa: BLE001  whatever ends the loop ends the process, and is told
             self.error = error
             self.telemetry.crashed(f"{type(error).__name__}: {error}", traceback.format_exc(limit=-5))

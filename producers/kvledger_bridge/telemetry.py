@@ -35,6 +35,7 @@ tokens, salts or multimodal ids.
     bridge_stopping         info     nothing
     bridge_stopped          info     nothing; the last line of a clean stop; what is ``unsent`` comes again later
     bridge_crashed          error    a defect of ours: report it; the supervisor starts another
+    bridge_refused          error    Kafka's topics do not fit any more: do what ``why`` says
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ Code = Literal[
     "bridge_stopping",
     "bridge_stopped",
     "bridge_crashed",
+    "bridge_refused",
 ]
 
 Level = Literal["info", "warning", "error"]
@@ -239,6 +241,10 @@ class Telemetry:
         self._say(
             "info", "bridge_stopped", clean=clean, unsent=unsent, **msgspec.structs.asdict(self.counters), **fields
         )
+
+    def refused(self, why: str) -> None:
+        """Kafka's topics do not fit any more."""
+        self._say("error", "bridge_refused", why=why)
 
     def crashed(self, why: str, trace: str) -> None:
         """The loop raised."""

@@ -169,7 +169,7 @@ class MemoryIndex:
         """Units that follow what is stored; or why the call is refused."""
         stored = self._store.partitions.get(step.partition)
         if stored is None:
-            return [], f"partition {step.partition}: nothing is stored, seek first"
+            return [], f"partition {step.partition}: Redis holds nothing of it (emptied?), so it has to be placed anew"
         progress = stored.progress
         if (progress.topic_id, progress.restart) != (step.topic_id, step.restart_before):
             have, want = (progress.topic_id, progress.restart), (step.topic_id, step.restart_before)

@@ -228,7 +228,7 @@ class RedisWriter:
 def _refusal(step: Step, answer: list[Any]) -> str:
     match answer[1:]:
         case [b"partition"]:
-            return f"partition {step.partition}: nothing is stored, seek first"
+            return f"partition {step.partition}: Redis holds nothing of it (emptied?), so it has to be placed anew"
         case [b"progress", topic_id, restart]:
             have, want = (
                 (text(topic_id), int.from_bytes(restart, "big", signed=True)),

@@ -33,6 +33,10 @@ class Topic(NamedTuple):
     id: str
     partitions: int
 
+    def __str__(self) -> str:
+        """For people."""
+        return f"of {self.partitions} partitions (id {self.id})"
+
 
 class Bounds(NamedTuple):
     """What a partition's log holds: offsets ``start`` <= o < ``end``. ``newest_ms``: the newest log time known."""

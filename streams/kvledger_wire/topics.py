@@ -59,7 +59,7 @@ def differences(spec: TopicSpec, partitions: int, config: Mapping[str, str]) -> 
     if partitions != spec.partitions:
         found.append(
             f"topic {spec.name} has {partitions} partitions and {spec.partitions} are configured: a rank's place "
-            f"depends on the count, so configure {partitions} or use another topic prefix; never add partitions"
+            f"depends on the count, so configure {partitions} or use another topic prefix (docs/operations.md)"
         )
     for name, wanted in spec.config.items():
         actual = config.get(name)

@@ -244,7 +244,8 @@ def test_partitions_that_are_added_end_a_bridge_whose_successor_follows_every_ra
         for future in admin.create_partitions([NewPartitions(setup.prefix + EVENTS, partitions)]).values():
             future.result(SECONDS_MAX)
         eventually(lambda ended=bridge: isinstance(ended.error, Refused))
-        assert f"has {partitions} partitions instead of {before}: this bridge ends" in str(bridge.error)
+        (said,) = setup.lines(bridge, "bridge_refused")
+        assert f"has {partitions} partitions instead of {before}: this bridge ends" in said["why"]
         play_all(setup, batches[last - 40 : last - 20])
         bridge = setup.bridge(topic_check_seconds=0.2)
         follows(bridge, eventually, last - 21)

@@ -84,7 +84,7 @@ EVENT_RECORDS: list[EventRecord] = [
         ambiguous=b"a" * 8,
     ),
 ]
-REPLICA_RECORDS: list[ReplicaRecord] = [Claim(0, -1, "bridge-1", "0.1.0"), Restoring(0, 5), Pointer(0, 5, 40, -1)]
+REPLICA_RECORDS: list[ReplicaRecord] = [Claim(0, -1, "bridge-1", "0.1.0"), Restoring(0, 5), Pointer(0, 5, 40, -1, 12)]
 RUN_FIELDS = [b"r" * 8, 3, b"p" * 8, b"k" * 16, 3, 1, b"h" * 16, 2, b"D" * 64]
 CHANGE_FIELDS = [1, 0, 9, 1.5, [RUN_FIELDS], b"u" * 8, 2, b""]
 ENTRY_FIELDS = msgspec.msgpack.decode(msgspec.msgpack.encode(ENTRY))
@@ -143,7 +143,7 @@ def test_every_record_kind_is_under_test() -> None:
                 [],
             ],
         ),
-        (REPLICA_RECORDS[2], ["pointer", 0, 5, 40, -1]),
+        (REPLICA_RECORDS[2], ["pointer", 0, 5, 40, -1, 12]),
     ],
     ids=["fence", "suspended", "gap", "events", "checkpoint", "pointer"],
 )
@@ -275,3 +275,9 @@ def test_all_topics_of_an_installation_take_its_prefix() -> None:
     ]
     assert specs[0].name.endswith(EVENTS)
     assert [spec.partitions for spec in specs] == [3, 1, 1]
+
+
+def test_a_pointer_of_a_bridge_that_did_not_say_how_many_partitions_there_were_is_read() -> None:
+    old = msgspec.msgpack.encode(["pointer", 0, 5, 40, -1])
+
+    assert decode_replica(old) == Pointer(0, 5, 40, -1, 0)

@@ -295,18 +295,22 @@ class Session:
         rows: list[dict[int, list[Change]]] = [{group: [] for group in GROUPS}]
         lost: Batch | None = None
         for batch in batches:
-            self.last, self.digest, self.ghost, self.any_bytes = batch.seq, batch.digest, batch.ghost, False
             if not batch.readable:
                 lost = batch
                 break
+            self._cover(batch)
             self._count(batch, rows)
         records = [tuple(part[group]) for part in rows for group in GROUPS if part[group]]
         for i, changes in enumerate(records):
             self._record(self._next("Events", changes=changes, end=i == len(records) - 1))
         if lost:
+            self._cover(lost)  # not before: what was applied stands at the batch before it
             self._lost(lost.seq, lost.digest)
         elif not records:
             self._record(self._next("Heartbeat"))
+
+    def _cover(self, batch: Batch) -> None:
+        self.last, self.digest, self.ghost, self.any_bytes = batch.seq, batch.digest, batch.ghost, False
 
     def _count(self, batch: Batch, rows: list[dict[int, list[Change]]]) -> None:
         """Copies are counted: only the first and the last of a block are effective."""

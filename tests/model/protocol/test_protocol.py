@@ -27,6 +27,11 @@ def test_the_protocol_holds(schedules: int, length: int) -> None:
         pytest.fail(show(ALL_RULES, found[0], length, found[1]))
 
 
+def test_what_is_applied_before_an_unreadable_batch_stands_at_the_batch_before_it() -> None:
+    """Read with it in one go, it said that it covered what could not be read."""
+    assert hunt(ALL_RULES, iter((753,)), LONG) is None
+
+
 @pytest.mark.parametrize("name", COUNTEREXAMPLES)
 def test_without_a_rule_its_counterexample_breaks_a_promise(name: str) -> None:
     """The canary of each rule: the same schedule fails without it and passes with it."""

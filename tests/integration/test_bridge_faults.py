@@ -262,8 +262,9 @@ def test_partitions_that_are_added_end_a_bridge_whose_successor_follows_every_ra
 
 
 def ranks_that_move() -> list[str]:
-    """Replicas that come back, stay and move, as 4 partitions become 6 and then 8; none shares one with another before
-    the last, so that their records have the same offsets and what points into one partition seems to fit another.
+    """Replicas that come back, stay and move, as 4 partitions become 6 and then 8. None shares one with another before
+    the last, and who moves finds an empty one: their records have the same offsets there, and what points into one
+    partition seems to fit another.
     """
     found: list[str] = []
     taken: set[tuple[int, int]] = set()
@@ -271,7 +272,8 @@ def ranks_that_move() -> list[str]:
         for name in map(str, range(1000)):
             before, then, now = (partition_of(name, 0, count) for count in (4, 6, 8))
             places = {(4, before), (6, then)}
-            if (then == before, now == before) == kind and not places & taken:
+            fresh = then in {before, 4, 5}
+            if (then == before, now == before) == kind and fresh and not places & taken:
                 found.append(name)
                 taken |= places
                 break

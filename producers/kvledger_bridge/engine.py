@@ -252,13 +252,15 @@ class Session(Tenure):
         """What is due. Behind every record but the last more of what was read is to come, and the link to Kafka may
         break between the two: only the last one says what is known now.
         """
-        out = [each._replace(known=known) if isinstance(each, Write) else each for each in self._out]
-        for at in range(len(out) - 1, -1, -1):
-            each = out[at]
+        out: list[Command] = []
+        moment = self._whole.known
+        for each in reversed(self._out):
             if isinstance(each, Write):
-                out[at] = each._replace(known=self._whole.known)
-                break
-        return out
+                out.append(each._replace(known=moment))
+                moment = known
+            else:
+                out.append(each)
+        return out[::-1]
 
     def _is_whole(self) -> bool:
         """Whether all that was read is applied, and nothing is known to be missing. Without a replay endpoint only a

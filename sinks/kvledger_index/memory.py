@@ -38,6 +38,8 @@ from kvledger_index.units import (
     check_keys,
     check_numbers,
     check_step,
+    out_of_turn,
+    unplaced,
 )
 from kvledger_index.views import Catalogue, Claimed, PartitionView, Pulse, RankView, Reading, Segment
 
@@ -169,7 +171,7 @@ class MemoryIndex:
         """Units that follow what is stored; or why the call is refused."""
         stored = self._store.partitions.get(step.partition)
         if stored is None:
-            return [], f"partition {step.partition}: Redis holds nothing of it (emptied?), so it has to be placed anew"
+            return [], unplaced(step.partition)
         progress = stored.progress
         if (progress.topic_id, progress.restart) != (step.topic_id, step.restart_before):
             have, want = (progress.topic_id, progress.restart), (step.topic_id, step.restart_before)
@@ -187,8 +189,7 @@ class MemoryIndex:
                 return [], f"rank {unit.rank} stands at {tuple(stamp)}, the unit expects {tuple(unit.before)}"
         piece = step.piece
         if due and piece is not None and piece.number and self._store.units.get(step.partition) != piece[:2]:
-            why = f"piece {piece.number} does not follow, another attempt at the unit began"
-            return [], f"rank {due[0].rank}: {why}"
+            return [], out_of_turn(due[0].rank, piece.number)
         return due, ""
 
     def _apply_piece(self, step: Step, piece: Piece, due: Sequence[RankUnit]) -> None:

@@ -217,6 +217,16 @@ class Outcome(NamedTuple):
     why: str
 
 
+def unplaced(partition: int) -> str:
+    """Why a step is refused of whose partition nothing is stored."""
+    return f"partition {partition}: Redis holds nothing of it (emptied?), so it has to be placed anew"
+
+
+def out_of_turn(rank: str, number: int) -> str:
+    """Why a piece is refused that does not follow the one before of the same attempt."""
+    return f"rank {rank}: piece {number} does not follow, another attempt at the unit began"
+
+
 class Stored(NamedTuple):
     """What ``load`` found for one partition; ``progress`` None: nothing stored, rebuild."""
 

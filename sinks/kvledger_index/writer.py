@@ -30,6 +30,8 @@ from kvledger_index.units import (
     check_budget,
     check_numbers,
     check_step,
+    out_of_turn,
+    unplaced,
 )
 from kvledger_index.values import (
     LEAVE,
@@ -228,7 +230,7 @@ class RedisWriter:
 def _refusal(step: Step, answer: list[Any]) -> str:
     match answer[1:]:
         case [b"partition"]:
-            return f"partition {step.partition}: Redis holds nothing of it (emptied?), so it has to be placed anew"
+            return unplaced(step.partition)
         case [b"progress", topic_id, restart]:
             have, want = (
                 (text(topic_id), int.from_bytes(restart, "big", signed=True)),
@@ -239,8 +241,7 @@ def _refusal(step: Step, answer: list[Any]) -> str:
             name = text(rank)
             before = next((tuple(unit.before) for unit in step.units if unit.rank == name), None)
             return f"rank {name} stands at {tuple(decode_stamp(stamp))}, the unit expects {before}"
-        case [b"piece", rank]:
-            number = step.piece.number if step.piece else None
-            return f"rank {text(rank)}: piece {number} does not follow, another attempt at the unit began"
+        case [b"piece", rank] if step.piece is not None:
+            return out_of_turn(text(rank), step.piece.number)
         case rest:  # pragma: no cover - the function answers nothing else
             return f"refused: {rest}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
 
 import pytest
-from index_pairs import MODEL, OPENERS, TOPIC, Fold, Pair, card, claims, found, look, pairs, put, take
+from index_pairs import MODEL, OPENERS, TOPIC, Fold, Pair, card, claims, found, look, put, take
 
 from kvledger_index.errors import InvalidInput
 from kvledger_index.memory import MemoryIndex
@@ -29,19 +28,6 @@ from kvledger_index.views import Catalogue, PartitionView
 
 A, B, C = "replica-a/0", "replica-b/0", "replica-c/1"
 PATH = tuple(range(0x1000, 0x1010))
-
-
-@pytest.fixture(params=sorted(pairs()))
-async def pair(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Pair]:
-    async with pairs()[request.param](lambda: request.getfixturevalue("redis_url"), namespace) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def fold(pair: Pair) -> Fold:
-    fold = Fold(pair.writer)
-    await fold.seek()
-    return fold
 
 
 async def everything(pair: Pair, *partitions: int) -> Any:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
-from index_pairs import Fold, Pair, claims, look, pairs, put, take
+from index_pairs import Fold, Pair, claims, look, put, take
 
 from kvledger_index.units import Bind
 
 A, B, C = "replica-a/0", "replica-b/0", "replica-c/1"
 PATH = tuple(range(0x1000, 0x1010))
 EDGES = (0, 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
-
-
-@pytest.fixture(params=sorted(pairs()))
-async def pair(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Pair]:
-    async with pairs()[request.param](lambda: request.getfixturevalue("redis_url"), namespace) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def fold(pair: Pair) -> Fold:
-    fold = Fold(pair.writer)
-    await fold.seek()
-    return fold
 
 
 # --- puts

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_pairs import MODEL, Fold, Pair, RedisPair, card, claims, look, pairs, put, redis_pair, take
+from index_pairs import MODEL, Fold, Pair, RedisPair, card, claims, look, put, redis_pair, take
 
 from kvledger_index.memory import MemoryIndex
 from kvledger_index.units import NEVER, STEP_OPS_MAX, UNDERWAY_MS, Bind, Clear, Drop, Now, Op, Progress, Stamp, Step
@@ -25,17 +25,9 @@ OPS: tuple[Op, ...] = (put(PATH), take(PATH, 4), Clear("gpu"), put(PATH, 0, 3), 
 HELD = {((A, "gpu", 0), key) for key in (*PATH[:3], *OTHER[:8])}
 
 
-@pytest.fixture(params=sorted(pairs()))
-async def pair(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Pair]:
-    async with pairs()[request.param](lambda: request.getfixturevalue("redis_url"), namespace) as opened:
-        yield opened
-
-
 @pytest.fixture
-async def fold(pair: Pair) -> Fold:
+async def fold(fold: Fold) -> Fold:
     """A rank that holds something, before the unit of the tests."""
-    fold = Fold(pair.writer)
-    await fold.seek()
     await fold.apply(fold.unit(A, Bind(), put(OTHER, 0, 12)), fold.unit(B, Bind(), put(PATH)))
     return fold
 

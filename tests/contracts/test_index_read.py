@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from index_pairs import MODEL, Fold, MemoryPair, Pair, card, claims, look, pairs, put
+from index_pairs import MODEL, Fold, MemoryPair, Pair, card, claims, look, put
 
 from kvledger_index.errors import InvalidInput
 from kvledger_index.memory import MemoryIndex
@@ -15,19 +14,6 @@ from kvledger_index.views import Catalogue, PartitionView
 
 A, B, C = "replica-a/0", "replica-b/0", "replica-c/1"
 PATH = tuple(range(0x1000, 0x1010))
-
-
-@pytest.fixture(params=sorted(pairs()))
-async def pair(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Pair]:
-    async with pairs()[request.param](lambda: request.getfixturevalue("redis_url"), namespace) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def fold(pair: Pair) -> Fold:
-    fold = Fold(pair.writer)
-    await fold.seek()
-    return fold
 
 
 # --- catalogue and versions

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from index_pairs import MODEL, Fold, Pair, RedisPair, claims, look, pairs, put, redis_pair, take
+from index_pairs import MODEL, Fold, Pair, RedisPair, claims, look, put, redis_pair, take
 
 from kvledger_index.errors import InvalidInput
 from kvledger_index.rows import split_row
@@ -30,12 +30,6 @@ FIRST = PATH[0].to_bytes(8, "big")
 SMALL = ScrubBudget(keys=1, seconds=SCRUB_SECONDS_MAX)
 NO_TIME = ScrubBudget(keys=SCRUB_KEYS_MAX, seconds=1e-6)
 CALLS_MAX = 20_000
-
-
-@pytest.fixture(params=sorted(pairs()))
-async def pair(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Pair]:
-    async with pairs()[request.param](lambda: request.getfixturevalue("redis_url"), namespace) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -46,6 +46,14 @@ def key(path: Path) -> int:
     return prompt_keys("m", tokens(path), BLOCK)[-1]
 
 
+STARTS: dict[str, Any] = {
+    "parents_max": st.sampled_from([0, 3, 1000]),
+    "orphans_max": st.sampled_from([0, 8, 1000]),
+    "copies": st.sampled_from(["counted", "last"]),
+}
+"""What a machine starts with, its heirs' too."""
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Rules add events to a batch; ``flush`` applies it to ledger, counters and a reader of the pieces."""
 
@@ -64,11 +72,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.complete = True
         self.pieces: list[Piece] = []
 
-    @initialize(
-        parents_max=st.sampled_from([0, 3, 1000]),
-        orphans_max=st.sampled_from([0, 8, 1000]),
-        copies=st.sampled_from(["counted", "last"]),
-    )
+    @initialize(**STARTS)
     def start(self, parents_max: int, orphans_max: int, copies: Any) -> None:
         self.counted = copies == "counted"
         self.complete = min(parents_max, orphans_max) == 1000

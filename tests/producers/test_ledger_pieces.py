@@ -14,10 +14,9 @@ import pytest
 from chain_engine import HashingEngine, Prompt
 from chain_engine import text as prompt_text
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from ledger_rank import cleared, removed, stored, text
-from test_ledger_model import LedgerMachine
+from test_ledger_model import STARTS, LedgerMachine
 from test_ledger_recorded import ENGINE, MANAGER, entry_of, lines, name
 
 import kvledger_bridge.decode as decode_module
@@ -41,11 +40,7 @@ PLAIN = ModelEntry(model="m")
 class PiecesMachine(LedgerMachine):
     """The ledger's model test on two ledgers: one that pauses all the time, and one that never does."""
 
-    @initialize(
-        parents_max=st.sampled_from([0, 3, 1000]),
-        orphans_max=st.sampled_from([0, 8, 1000]),
-        copies=st.sampled_from(["counted", "last"]),
-    )
+    @initialize(**STARTS)
     def start(self, parents_max: int, orphans_max: int, copies: Any) -> None:
         super().start(parents_max, orphans_max, copies)
         entry = ModelEntry(model="m", copies=copies)

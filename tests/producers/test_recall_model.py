@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from ranklife import Life
-from test_ledger_model import LedgerMachine
+from test_ledger_model import STARTS, LedgerMachine
 
 from kvledger_bridge.decode import Batch
 from kvledger_bridge.ledger import Ledger, Piece
@@ -36,11 +36,7 @@ class _Plain:
 class RecalledMachine(LedgerMachine):
     """``recall`` throws the ledger away and goes on with the one that its log, or a checkpoint in it, gives."""
 
-    @initialize(
-        parents_max=st.sampled_from([0, 3, 1000]),
-        orphans_max=st.sampled_from([0, 8, 1000]),
-        copies=st.sampled_from(["counted", "last"]),
-    )
+    @initialize(**STARTS)
     def start(self, parents_max: int, orphans_max: int, copies: Any) -> None:
         super().start(parents_max, orphans_max, copies)
         entry = ModelEntry(model="m", copies=copies)

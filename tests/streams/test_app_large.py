@@ -59,6 +59,14 @@ async def begin(process: Process, index: Gated, rank: RankLog) -> None:
     await asyncio.wait_for(index.begun.wait(), 5)
 
 
+async def fetch_behind(process: Process, rank: RankLog) -> None:
+    """What takes most of it away again comes while it is being applied."""
+    rank.batch((0, "gpu", "remove", LARGE, 16, 160))
+    batch = process.consumer.fetch(0)
+    assert batch is not None
+    await process.worker.take(batch)
+
+
 @pytest.mark.usefixtures("small")
 async def test_a_take_returns_at_the_first_piece_and_the_partition_is_not_fetched_meanwhile() -> None:
     kafka, index, ranks = world()
@@ -97,10 +105,7 @@ async def test_what_was_fetched_behind_a_large_unit_is_folded_after_it() -> None
     kafka, index, ranks = world()
     process = Process(kafka, index)
     await begin(process, index, ranks[0])
-    ranks[0].batch((0, "gpu", "remove", LARGE, 16, 160))
-    behind = process.consumer.fetch(0)
-    assert behind is not None
-    await process.worker.take(behind)
+    await fetch_behind(process, ranks[0])
     index.gate.set()
     await process.settle()
 
@@ -113,10 +118,7 @@ async def test_a_partition_that_moved_away_drops_what_was_fetched_behind() -> No
     kafka, index, ranks = world()
     process, other = Process(kafka, index), Process(kafka, index.inner)
     await begin(process, index, ranks[0])
-    ranks[0].batch((0, "gpu", "remove", LARGE, 16, 160))
-    behind = process.consumer.fetch(0)
-    assert behind is not None
-    await process.worker.take(behind)
+    await fetch_behind(process, ranks[0])
     process.worker.revoke()
     await other.settle()
     steps = len(index.steps)

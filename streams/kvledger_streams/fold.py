@@ -54,7 +54,7 @@ bytes, and the ops of one piece.
 """
 
 BYTES_PER_STEP_MAX = 512 * 1024
-"""The same for values read, whatever came of them: that much decodes in 1.5 ms, while nothing else runs."""
+"""A step is cut behind so many bytes of values, whatever came of them: they decode in 1.5 ms, and nothing else runs."""
 
 RANKS_PER_STEP_MAX = 256
 """The same for ranks: each one carries its state and perhaps a card, about 1 KB."""

@@ -14,10 +14,10 @@ Logs are JSON lines on stdout. Tests and operators look for ``event``; texts may
     rank_opened            info     nothing
     rank_loaded            info     nothing: it was taken from a checkpoint, not from its life's beginning
     rank_unloaded          warning  look at the bridge of that rank: the log has a hole there
-    record_unusable        warning  the rank is unknown until its next life or checkpoint; restart its bridge
+    record_unusable        warning  the rank is unknown until its next life or checkpoint; restart its engine
     rank_forgotten         info     nothing: it was closed, or silent for long, and left the catalogue
     record_unreadable      warning  a writer of another version, or junk: the key's rank is unloaded
-    record_misplaced       warning  partitions were added to the topic: use a new topic prefix
+    record_misplaced       warning  written before partitions were added, or by a bridge not restarted since
     topic_changed          warning  the topic was re-created or grew: partitions are rebuilt
     topic_unseen           warning  Kafka's admin API does not answer; reading may go on
     fetch_failed           warning  Kafka does not serve a partition
